@@ -1,0 +1,27 @@
+"""Fused operators with hand-written backward for training large models, on GPUs through Triton and on the CPU.
+
+Importing this package registers operators with PyTorch and does nothing else: no CUDA context, no Triton, no environment.
+"""
+
+from ops_math._version import __version__
+from ops_math.checks import ArgumentError, UnsupportedError
+from ops_math.ops.rms_norm.op import add_rms_norm, rms_norm
+from ops_math.rng import Rng
+from ops_math.settings import checked, determinism, enabled, force, precision
+from ops_math.stats import reset_stats, stats
+
+__all__ = [
+    "ArgumentError",
+    "Rng",
+    "UnsupportedError",
+    "__version__",
+    "add_rms_norm",
+    "checked",
+    "determinism",
+    "enabled",
+    "force",
+    "precision",
+    "reset_stats",
+    "rms_norm",
+    "stats",
+]

@@ -1,0 +1,26 @@
+"""The list of operators, spelled out: adding one is a folder and a line here."""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ops_math.dispatch import Operator
+
+CATALOG: tuple[tuple[str, str], ...] = (
+    ("rms_norm", "ops_math.ops.rms_norm.op"),
+)
+
+
+@lru_cache(maxsize=1)
+def operators() -> dict[str, Operator]:
+    """Every operator by name."""
+    return {name: importlib.import_module(module).OP for name, module in CATALOG}
+
+
+@lru_cache(maxsize=1)
+def public_functions() -> dict[str, Operator]:
+    """The operator behind every public function."""
+    return {fn: op for op in operators().values() for fn in op.public}

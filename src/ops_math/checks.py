@@ -1,0 +1,110 @@
+"""Argument checks, and the only author of error sentences.
+
+A sentence names the operator, the argument, what it needs, what it got, and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from ops_math.spec import DTYPE_NAME, dtype_name
+
+
+class ArgumentError(ValueError):
+    """An argument that an operator cannot take. The message says what it needs, what it got and what to do."""
+
+
+class UnsupportedError(RuntimeError):
+    """Something that was asked for and cannot be done, with the reason."""
+
+
+def fail(operator: str, argument: str, needs: str, got: str, do: str) -> NoReturn:
+    """Raise an `ArgumentError` in the one form all errors have."""
+    raise ArgumentError(f"{operator}: {argument} must be {needs}; got {got}. {do}")
+
+
+def refuse(what: str, reason: str, do: str) -> NoReturn:
+    """Raise an `UnsupportedError`."""
+    raise UnsupportedError(f"{what}: {reason}. {do}")
+
+
+def shape_text(shape: Any) -> str:
+    """`[2, 3]` for a shape."""
+    return "[" + ", ".join(str(n) for n in shape) + "]"
+
+
+def tensor(operator: str, argument: str, value: Any) -> None:
+    """The argument is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        fail(operator, argument, "a tensor", type(value).__name__, "Pass a torch.Tensor.")
+
+
+def floating(operator: str, argument: str, value: Any) -> None:
+    """The argument is a tensor of float64, float32, bfloat16 or float16."""
+    tensor(operator, argument, value)
+    if value.dtype not in DTYPE_NAME:
+        fail(operator, argument, "floating point (fp32, bf16, fp16 or fp64)", dtype_name(value.dtype), f"Convert it: {argument}.to(torch.float32).")
+
+
+def integer(operator: str, argument: str, value: Any) -> None:
+    """The argument is a tensor of int32 or int64."""
+    tensor(operator, argument, value)
+    if value.dtype not in (torch.int64, torch.int32):
+        fail(operator, argument, "an int64 or int32 tensor", dtype_name(value.dtype), f"Convert it: {argument}.long().")
+
+
+def same_device(operator: str, first: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Every tensor is on the device of the first."""
+    for name, other in others.items():
+        if other is not None and other.device != x.device:
+            fail(operator, name, f"on {x.device}, as {first} is", f"a tensor on {other.device}", f"Move it: {name}.to('{x.device}').")
+
+
+def at_least_1d(operator: str, argument: str, value: torch.Tensor) -> None:
+    """The tensor has a last dimension."""
+    if value.dim() < 1:
+        fail(operator, argument, "a tensor with at least one dimension", "a scalar", "Give it a last dimension.")
+
+
+def rank(operator: str, argument: str, value: torch.Tensor, dims: int, layout: str) -> None:
+    """The tensor has `dims` dimensions, laid out as `layout` says."""
+    if value.dim() != dims:
+        fail(operator, argument, f"of {dims} dimensions {layout}", f"shape {shape_text(value.shape)}", f"Reshape {argument} to {layout}.")
+
+
+def shape(operator: str, argument: str, value: torch.Tensor, expected: Any, why: str) -> None:
+    """The tensor has exactly this shape."""
+    if tuple(value.shape) != tuple(expected):
+        fail(operator, argument, f"of shape {shape_text(expected)} ({why})", f"shape {shape_text(value.shape)}", "Check that both come from the same layer.")
+
+
+def same_shape(operator: str, first: str, x: torch.Tensor, second: str, y: torch.Tensor) -> None:
+    """Two tensors have one shape; nothing is broadcast in silence."""
+    if x.shape != y.shape:
+        fail(operator, second, f"of shape {shape_text(x.shape)}, as {first} is", f"shape {shape_text(y.shape)}", "Expand it first if you mean broadcasting.")
+
+
+def same_dtype(operator: str, first: str, x: torch.Tensor, second: str, y: torch.Tensor) -> None:
+    """Two tensors have one dtype."""
+    if x.dtype != y.dtype:
+        fail(operator, second, f"{dtype_name(x.dtype)}, as {first} is", dtype_name(y.dtype), f"Convert one: {second}.to({first}.dtype).")
+
+
+def probability(operator: str, argument: str, value: float) -> None:
+    """A dropout probability in [0, 1)."""
+    if not 0.0 <= value < 1.0:
+        fail(operator, argument, "at least 0 and below 1", str(value), "Use 0 for no dropout; a probability of 1 would drop everything.")
+
+
+def one_of(operator: str, argument: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """One of the listed values."""
+    if value not in choices:
+        fail(operator, argument, "one of " + ", ".join(repr(c) for c in choices), repr(value), "Pick one of these.")
+
+
+def positive(operator: str, argument: str, value: float) -> None:
+    """A number above zero."""
+    if not value > 0:
+        fail(operator, argument, "above 0", str(value), f"Pass a positive {argument}.")

@@ -1,0 +1,172 @@
+"""define(): schema, fake and launchers of an operator, and the way of a call from PyTorch's dispatcher to a launcher.
+
+PyTorch's dispatcher is the only dispatcher. An operator is two functional, fixed-arity operators of the namespace `ops_math`
+(`NAME_fwd` and `NAME_bwd`), called from an `autograd.Function` outside; what runs here is below autograd.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ops_math import backends, schedule, settings, stats
+from ops_math.spec import Implementation, dtype_name
+
+_LIBRARY = torch.library.Library("ops_math", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+_MEMO_LIMIT = 4096  # choices kept an operator and phase; a run with ever new shapes starts over instead of growing
+
+
+class _Phase:
+    """One of the two dispatcher operators: builds the problem, finds the choice, launches."""
+
+    __slots__ = ("dtype_of", "memo", "name", "num_tensors", "operator", "overload", "problem_of")
+
+    def __init__(self, operator: Operator, name: str, schema: str, problem_of: Callable[..., Any]) -> None:
+        self.operator, self.name, self.problem_of = operator, name, problem_of
+        self.num_tensors = count_tensors(schema)
+        self.memo: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.is_grad_enabled():  # the raw operator called outside an autograd.Function must not record through a launcher
+            with torch.no_grad():
+                return self(*args)
+        problem = self.problem_of(*args)
+        device = args[0].device
+        key = (problem, device, settings.policy(), torch.are_deterministic_algorithms_enabled())
+        found = self.memo.get(key)
+        if found is None:
+            found = self.choose(key, problem, device)
+        launcher, config, counter, num_bytes = found
+        counter.calls += 1
+        counter.bytes += num_bytes
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return launcher(problem, config, *args[: self.num_tensors])
+        return launcher(problem, config, *args[: self.num_tensors])
+
+    def choose(self, key: Any, problem: Any, device: torch.device) -> Any:
+        """Choose, and keep the answer."""
+        operator = self.operator
+        choice = operator.choice(problem, self.name, backends.device_of(device))
+        cost = operator.cost(problem, self.name)
+        counter = stats.counter(operator.name, self.name, choice_name(choice), choice.reason, choice.rejected, choice.fallback, str(problem))
+        if len(self.memo) >= _MEMO_LIMIT:
+            self.memo.clear()
+        found = self.memo[key] = (choice.implementation.launcher(self.name), choice.config, counter, cost.bytes)
+        return found
+
+
+def choice_name(choice: schedule.Choice) -> str:
+    """`vendor:cudnn` where the configuration is a name, else the implementation's name."""
+    return f"{choice.implementation.name}:{choice.config}" if isinstance(choice.config, str) else choice.implementation.name
+
+
+class Operator:
+    """A catalogue entry: its definition, problem, implementations, and the two dispatcher operators `fwd` and `bwd`."""
+
+    def __init__(self, name: str, package: str, implementations: tuple[str, ...], variant: str) -> None:
+        self.name = name
+        self.package = package
+        self.variant = variant
+        self._implementations = tuple(Implementation(name, i, f"{package}.{i}{variant}") for i in implementations)
+        self.phases: dict[str, _Phase] = {}
+        self.fwd: Any = None
+        self.bwd: Any = None
+        self.public: dict[str, Callable[..., Any]] = {}
+
+    def implementations(self) -> tuple[Implementation, ...]:
+        """All implementations, preferred first."""
+        return self._implementations
+
+    def file(self, stem: str) -> ModuleType:
+        """A module of the operator's folder: `reference`, `problem`, `plain`."""
+        return importlib.import_module(f"{self.package}.{stem}{self.variant}")
+
+    def cost(self, problem: Any, phase: str) -> Any:
+        """Bytes and operations of a phase, term by term."""
+        return self.file("problem").cost(problem, phase)
+
+    def choice(self, problem: Any, phase: str, device: Any) -> schedule.Choice:
+        """What the scheduler answers for a problem under the policy in force."""
+        policy = settings.policy()._replace(determinism=settings.determinism_level())
+        dtype = self.file("problem").storage(problem)
+        return schedule.choose(self._implementations, problem, self.cost(problem, phase), dtype, phase, device, policy, schedule.load_shipped())
+
+    def forget(self) -> None:
+        """Drop remembered choices (after an implementation was replaced)."""
+        for phase in self.phases.values():
+            phase.memo.clear()
+
+
+def count_tensors(schema: str) -> int:
+    """How many leading parameters are tensors; the rest must be plain values, since launchers get tensors only."""
+    inside = schema[schema.index("(") + 1 : schema.index(")")]
+    kinds = [part.split()[0].startswith("Tensor") for part in inside.split(",")]
+    count = kinds.index(False) if False in kinds else len(kinds)
+    if any(kinds[count:]):
+        raise AssertionError(f"tensors come first in a schema: {schema}")
+    return count
+
+
+def define(
+    name: str,
+    package: str,
+    *,
+    fwd: str,
+    bwd: str,
+    fake_fwd: Callable[..., Any],
+    fake_bwd: Callable[..., Any],
+    problem_fwd: Callable[..., Any],
+    problem_bwd: Callable[..., Any],
+    implementations: tuple[str, ...],
+    variant: str = "",
+) -> Operator:
+    """Register an operator.
+
+    Args:
+        name: its name; `ops_math::NAME_fwd` and `ops_math::NAME_bwd` are registered.
+        package: the folder's package, for finding `eager`, `triton_gpu`, ... when they are first needed.
+        fwd, bwd: schemas without the name, tensors first: `"(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)"`.
+        fake_fwd, fake_bwd: shapes and dtypes of the results, from the same arguments.
+        problem_fwd, problem_bwd: the `Problem` of a call, from the same arguments.
+        implementations: module names in the folder, preferred first.
+        variant: suffix of the files where two operators share a folder, e.g. `_linear`.
+    """
+    operator = Operator(name, package, implementations, variant)
+    for phase_name, schema, fake, problem_of in (("fwd", fwd, fake_fwd, problem_fwd), ("bwd", bwd, fake_bwd, problem_bwd)):
+        full = f"{name}_{phase_name}"
+        _LIBRARY.define(full + schema, tags=_TAGS)
+        phase = _Phase(operator, phase_name, schema, problem_of)
+        for key in ("CPU", "CUDA"):
+            _LIBRARY.impl(full, phase.__call__, key)
+        torch.library.register_fake(f"ops_math::{full}", fake)
+        phase.overload = getattr(torch.ops.ops_math, full).default
+        operator.phases[phase_name] = phase
+    operator.fwd = operator.phases["fwd"].overload
+    operator.bwd = operator.phases["bwd"].overload
+    return operator
+
+
+def store_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which a result is stored: autocast's where it is on for the device and `x` is not float64, else that of `x`."""
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def needs_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd must record a call on these."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def absent(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The empty tensor that stands for a result that was not asked for (arity is fixed)."""
+    return x.new_empty((0,), dtype=dtype or x.dtype)
+
+
+__all__ = ["Operator", "absent", "choice_name", "define", "dtype_name", "needs_grad", "store_dtype"]

@@ -1,0 +1,1 @@
+"""What is computed: one folder an operator family, with fixed file names."""

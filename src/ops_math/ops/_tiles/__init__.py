@@ -1,0 +1,1 @@
+"""Pure @triton.jit tile functions, shared by kernels: no pointers."""

@@ -1,0 +1,171 @@
+"""The contract: signature, checks, autograd, registration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ops_math import checks, settings
+from ops_math.dispatch import absent, define, needs_grad, store_dtype
+from ops_math.ops.rms_norm import plain
+from ops_math.ops.rms_norm.problem import RmsNormProblem
+from ops_math.spec import compute_dtype, product
+from ops_math.spec import dtype_name as name_of
+
+
+def _problem_fwd(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, offset: float, out: torch.dtype) -> RmsNormProblem:
+    cols = x.shape[-1]
+    return RmsNormProblem(
+        product(x.shape[:-1]), cols, name_of(x.dtype), name_of(residual.dtype) if residual is not None else "", name_of(weight.dtype) if weight is not None else "", name_of(out), eps, offset
+    )
+
+
+def _problem_bwd(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor, eps: float, offset: float, need_dx: bool, need_dw: bool) -> RmsNormProblem:
+    residual = name_of(x.dtype) if dsum is not None else ""
+    return RmsNormProblem(product(x.shape[:-1]), x.shape[-1], name_of(x.dtype), residual, name_of(weight.dtype) if weight is not None else "", name_of(dy.dtype), eps, offset, need_dx, need_dw)
+
+
+def _fake_fwd(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, offset: float, out: torch.dtype) -> tuple[torch.Tensor, ...]:
+    total = absent(x) if residual is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
+    return x.new_empty(x.shape, dtype=out), total, x.new_empty((product(x.shape[:-1]),), dtype=compute_dtype(x.dtype))
+
+
+def _fake_bwd(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor, eps: float, offset: float, need_dx: bool, need_dw: bool) -> tuple[torch.Tensor, ...]:
+    dw = absent(x) if weight is None or not need_dw else weight.new_empty(weight.shape)
+    return (x.new_empty(x.shape) if need_dx else absent(x)), dw
+
+
+OP = define(
+    "rms_norm",
+    __package__,
+    fwd="(Tensor x, Tensor? residual, Tensor? weight, float eps, float weight_offset, ScalarType out) -> (Tensor, Tensor, Tensor)",
+    bwd="(Tensor dy, Tensor? dsum, Tensor x, Tensor? weight, Tensor rstd, float eps, float weight_offset, bool need_dx, bool need_dw) -> (Tensor, Tensor)",
+    fake_fwd=_fake_fwd,
+    fake_bwd=_fake_bwd,
+    problem_fwd=_problem_fwd,
+    problem_bwd=_problem_bwd,
+    implementations=("triton_gpu", "vendor", "eager"),
+)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """y = norm(x); saves x and rstd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, out: torch.dtype) -> torch.Tensor:
+        y, _, rstd = OP.fwd(x, None, weight, eps, offset, out)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.options = eps, offset
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        need_dx, need_dw = ctx.needs_input_grad[:2]
+        dx, dw = OP.bwd(dy, None, x, weight, rstd, *ctx.options, need_dx, need_dw)
+        return dx if need_dx else None, dw if need_dw else None, None, None, None
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    """s = x + residual, y = norm(s); saves s and rstd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, out: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        y, total, rstd = OP.fwd(x, residual, weight, eps, offset, out)
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.options = eps, offset, x.dtype, residual.dtype, out
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None) -> tuple[Any, ...]:
+        total, weight, rstd = ctx.saved_tensors
+        eps, offset, x_dtype, residual_dtype, out = ctx.options
+        need_dx, need_dw = ctx.needs_input_grad[0] or ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+        if dy is None:
+            if dsum is None:
+                return (None,) * 6
+            dy = torch.zeros_like(total, dtype=out)
+        dtotal, dw = OP.bwd(dy, dsum, total, weight, rstd, eps, offset, need_dx, need_dw)
+        dx = dtotal.to(x_dtype) if ctx.needs_input_grad[0] else None
+        dresidual = dtotal.to(residual_dtype) if ctx.needs_input_grad[1] else None
+        return dx, dresidual, dw if need_dw else None, None, None, None
+
+
+def _check(operator: str, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
+    checks.floating(operator, "x", x)
+    checks.at_least_1d(operator, "x", x)
+    if weight is not None:
+        checks.floating(operator, "weight", weight)
+        checks.shape(operator, "weight", weight, x.shape[-1:], "the last dimension of x")
+        checks.same_device(operator, "x", x, weight=weight)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float = 1e-6, weight_offset: float = 0.0) -> torch.Tensor:
+    """Root-mean-square normalisation over the last dimension.
+
+    y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)
+
+    Args:
+        x: [..., N], fp32, bf16, fp16 or fp64, any strides.
+        weight: [N], of any floating dtype, or None for no scaling.
+        eps: added to the mean square.
+        weight_offset: added to the weight; 1.0 for Gemma's (1 + w).
+
+    Returns:
+        [..., N], contiguous, of the dtype of `x` (under autocast: autocast's dtype).
+
+    Precision: arithmetic and sums in fp32 (fp64 for fp64); one rounding, at the store. The weight's gradient is summed in fp32.
+    Determinism: level 1; the order of sums depends on the shape and the device only.
+    Raises: ArgumentError for an integer input, a weight of another width or device.
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019; backward derived in DESIGN.md.
+    """
+    _check("rms_norm", x, weight, eps)
+    if not settings.active():
+        return plain.rms_norm(x, weight, eps=eps, weight_offset=weight_offset)
+    out = store_dtype(x)
+    if needs_grad(x, weight):
+        return _RmsNorm.apply(x, weight, eps, weight_offset, out)
+    return OP.fwd(x, None, weight, eps, weight_offset, out)[0]
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float = 1e-6, weight_offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Residual addition and root-mean-square normalisation in one pass.
+
+    s = x + residual;  y = s / sqrt(mean(s^2) + eps) * (weight + weight_offset)
+
+    Args:
+        x: [..., N].
+        residual: [..., N], of the same shape; its dtype may be wider (an fp32 residual stream).
+        weight: [N] or None.
+        eps: added to the mean square.
+        weight_offset: added to the weight.
+
+    Returns:
+        (y, s): y as in `rms_norm`; s [..., N] of the wider dtype of `x` and `residual`, rounded once, and normalised as rounded.
+
+    Precision: as `rms_norm`.
+    Determinism: level 1.
+    Raises: ArgumentError for shapes that differ (nothing is broadcast), integer inputs, a weight of another width or device.
+    Source: as `rms_norm`.
+    """
+    _check("add_rms_norm", x, weight, eps)
+    checks.floating("add_rms_norm", "residual", residual)
+    checks.same_shape("add_rms_norm", "x", x, "residual", residual)
+    checks.same_device("add_rms_norm", "x", x, residual=residual)
+    if not settings.active():
+        return plain.add_rms_norm(x, residual, weight, eps=eps, weight_offset=weight_offset)
+    out = store_dtype(x)
+    if needs_grad(x, residual, weight):
+        return _AddRmsNorm.apply(x, residual, weight, eps, weight_offset, out)
+    y, total, _ = OP.fwd(x, residual, weight, eps, weight_offset, out)
+    return y, total
+
+
+OP.public = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm}

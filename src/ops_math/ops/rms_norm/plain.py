@@ -1,0 +1,21 @@
+"""As one writes it in plain PyTorch: what runs when the library is switched off."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float = 1e-6, weight_offset: float = 0.0) -> torch.Tensor:
+    """`F.rms_norm`, with the offset added to the weight first."""
+    if weight is not None and weight_offset:
+        weight = weight.float() + weight_offset
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float = 1e-6, weight_offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An addition and `F.rms_norm`."""
+    total = x + residual
+    return rms_norm(total, weight, eps=eps, weight_offset=weight_offset), total

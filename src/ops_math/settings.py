@@ -1,0 +1,150 @@
+"""What the user can switch, and the only reader of environment variables.
+
+Every switch works as a statement (until changed) and as a context manager (restored at exit). Arguments win over environment
+variables, which are read at the first use, never at import:
+
+| variable | values | meaning |
+|---|---|---|
+| OPS_MATH_ENABLED | 1, 0 | 0 puts everything back to plain PyTorch |
+| OPS_MATH_PRECISION | default, ieee, tf32 | how fp32 matrix products in our own kernels multiply |
+| OPS_MATH_DETERMINISM | 0, 1 | least determinism level |
+| OPS_MATH_CHECKED | 1, 0 | 1 looks at values too (targets, cu_seqlens): synchronises, names the position |
+| OPS_MATH_FORCE | op=impl,op=impl | use this implementation, whatever the scheduler thinks |
+| OPS_MATH_CACHE | folder | where tokenizers and measurements are kept |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from ops_math import checks
+
+PRECISIONS = ("default", "ieee", "tf32")
+DETERMINISM_LEVELS = (0, 1)
+
+
+class Policy(NamedTuple):
+    """Everything that the choice of an implementation may depend on besides the problem and the device."""
+
+    precision: str
+    determinism: int
+    forced: tuple[tuple[str, str], ...]
+
+
+class _State:
+    """The switches. `policy` is None until the environment was read."""
+
+    def __init__(self) -> None:
+        self.enabled = True
+        self.checked = False
+        self.policy: Policy | None = None
+        self.debug: Any = None
+
+
+STATE = _State()
+
+
+def environment(names: Iterable[str]) -> dict[str, str]:
+    """The environment variables among `names` that are set, with their values."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def _read_environment() -> Policy:
+    get = os.environ.get
+    STATE.enabled = STATE.enabled and get("OPS_MATH_ENABLED", "1") != "0"
+    STATE.checked = STATE.checked or get("OPS_MATH_CHECKED", "0") == "1"
+    precision = get("OPS_MATH_PRECISION", "default")
+    checks.one_of("settings", "OPS_MATH_PRECISION", precision, PRECISIONS)
+    level = get("OPS_MATH_DETERMINISM", "0")
+    checks.one_of("settings", "OPS_MATH_DETERMINISM", level, tuple(str(n) for n in DETERMINISM_LEVELS))
+    pairs = [item.partition("=") for item in get("OPS_MATH_FORCE", "").split(",") if item]
+    return Policy(precision, int(level), tuple(sorted((op.strip(), impl.strip()) for op, _, impl in pairs)))
+
+
+def policy() -> Policy:
+    """The policy in force."""
+    if STATE.policy is None:
+        STATE.policy = _read_environment()
+    return STATE.policy
+
+
+def active() -> bool:
+    """Whether operators run fused (true) or as plain PyTorch (false)."""
+    if STATE.policy is None:
+        STATE.policy = _read_environment()
+    return STATE.enabled
+
+
+def triton_interpret() -> bool:
+    """Whether Triton kernels are interpreted on the CPU in this process."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def cache_folder() -> str | None:
+    """The folder named by OPS_MATH_CACHE, if any."""
+    return os.environ.get("OPS_MATH_CACHE")
+
+
+def fp32_products() -> str:
+    """`ieee` or `tf32`: how fp32 matrix products multiply. By default what `torch.set_float32_matmul_precision` says."""
+    mode = policy().precision
+    if mode != "default":
+        return mode
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def determinism_level() -> int:
+    """The least determinism level: ours, and at least 1 under `torch.use_deterministic_algorithms(True)`."""
+    return max(policy().determinism, int(torch.are_deterministic_algorithms_enabled()))
+
+
+class _Switch:
+    """Set at once; as a context manager it restores what was before."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        policy()
+        self._name = name
+        self._before = getattr(STATE, name)
+        setattr(STATE, name, value)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        setattr(STATE, self._name, self._before)
+
+
+def enabled(on: bool = True) -> _Switch:
+    """Use fused operators (True) or plain PyTorch everywhere (False); a statement or a context manager."""
+    if not isinstance(on, bool):
+        checks.fail("enabled", "on", "True or False", repr(on), "Pass a bool.")
+    return _Switch("enabled", on)
+
+
+def checked(on: bool = True) -> _Switch:
+    """Look at values too (targets in range, cu_seqlens monotone) and name the position. Synchronises the device."""
+    return _Switch("checked", bool(on))
+
+
+def precision(mode: str) -> _Switch:
+    """How fp32 matrix products in our own kernels multiply: `ieee`, `tf32`, or `default` (as PyTorch is set)."""
+    checks.one_of("precision", "mode", mode, PRECISIONS)
+    return _Switch("policy", policy()._replace(precision=mode))
+
+
+def determinism(level: int) -> _Switch:
+    """The least determinism level: 0 none, 1 the same bits on every run on one device."""
+    checks.one_of("determinism", "level", level, DETERMINISM_LEVELS)
+    return _Switch("policy", policy()._replace(determinism=level))
+
+
+def force(**implementations: str) -> _Switch:
+    """Use one implementation for an operator, e.g. `force(rms_norm="eager")`; an impossible one raises at the call."""
+    merged = dict(policy().forced)
+    merged.update(implementations)
+    return _Switch("policy", policy()._replace(forced=tuple(sorted(merged.items()))))
