@@ -115,7 +115,7 @@ def _bwd_kernel(
         weight = tl.load(weight_ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32) + weight_offset
     dw = tl.zeros([BLOCK_N], tl.float32)
     for tile in range(pid, tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
-        rows = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
 
         x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -143,7 +143,7 @@ def _bwd_wide_kernel(
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     for row32 in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        row = row32.to(tl.int64)
+        row = tl.cast(row32, tl.int64)
         rstd = tl.load(rstd_ptr + row)
         dots = tl.zeros([BLOCK_N], tl.float32)
         for start in range(0, num_cols, BLOCK_N):
