@@ -15,17 +15,19 @@ from typing import NamedTuple
 
 HOST_LINES, KERNEL_LINES, FUNCTION_LINES, KERNEL_FUNCTION_LINES = 400, 600, 60, 200
 
-REQUIRED_FILES = ("reference", "problem", "op", "eager", "triton_gpu")
-OPERATOR_FILE = re.compile(r"__init__|(reference|problem|op|eager|vendor|triton_[a-z]+)(_fwd|_bwd)?|test_[a-z0-9_]+")
+REQUIRED_FILES = ("reference", "problem", "op", "plain", "eager", "triton_gpu")
+# Two operators that share a folder have files of their own by a suffix (`op_linear.py`); a long file splits along `_fwd` and `_bwd`.
+OPERATOR_FILE = re.compile(r"__init__|(reference|problem|op|plain|eager|vendor|triton_[a-z]+)(_[a-z]+)?(_fwd|_bwd)?|test_[a-z0-9_]+")
 VAGUE_NAME = re.compile(r"utils?|common|helpers?|misc|.*_(utils?|common|helpers?|misc|v\d+|new|old)")
 
 # What each part of ops_math may import of ops_math, besides itself. A name stands for the module and all below it.
-FOUNDATION = ("spec", "checks", "settings", "stats", "_version")
+FOUNDATION = ("spec", "checks", "settings", "stats", "features", "_version")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "spec": (),
     "checks": ("spec",),
     "settings": ("spec", "checks"),
     "stats": ("spec",),
+    "features": ("spec",),
     "backends": FOUNDATION,
     "schedule": (*FOUNDATION, "backends"),
     "layout": (*FOUNDATION, "backends"),
@@ -208,9 +210,11 @@ def launches_in_one_place(source: Source) -> Iterator[Violation]:
         if not isinstance(node, ast.Call):
             continue
         by_grid = isinstance(node.func, ast.Subscript) and (knows_triton or _final_name(node.func.value).endswith("kernel"))
-        by_method = isinstance(node.func, ast.Attribute) and node.func.attr in ("run", "warmup") and any(k.arg == "grid" for k in node.keywords)
+        named_grid = any(keyword.arg == "grid" for keyword in node.keywords)
+        by_method = named_grid and isinstance(node.func, ast.Attribute) and node.func.attr in ("run", "warmup")
         if by_grid or by_method:
-            yield Violation(str(source.path), node.lineno, f"starts a kernel with `{ast.unparse(node.func)}(...)`: backends/launch.py does that")
+            what = f"starts a kernel with `{ast.unparse(node.func)}(...)`: backends/launch.py does that"
+            yield Violation(str(source.path), node.lineno, what)
 
 
 def _final_name(node: ast.expr) -> str:

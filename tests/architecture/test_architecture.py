@@ -45,7 +45,7 @@ def test_the_operator_folders_are_those_of_the_catalogue():
     from ops_math import catalog
 
     paths = [PurePosixPath(file.relative_to(SRC).as_posix()) for file in SRC.rglob("*.py")]
-    folders = {module.split(".")[2] for module in catalog.modules()}
+    folders = {module.split(".")[2] for _, module in catalog.CATALOG}
     assert [str(violation) for violation in rules.operator_folders(paths, folders)] == []
 
 
@@ -66,7 +66,8 @@ reads = []
 
 class Recording(type(os.environ)):
     def __getitem__(self, key):
-        callers = [f.filename for f in traceback.extract_stack()[:-1] if "_collections_abc" not in f.filename and not f.filename.endswith("os.py")]
+        files = [frame.filename for frame in traceback.extract_stack()[:-1]]
+        callers = [file for file in files if "_collections_abc" not in file and not file.endswith("os.py")]
         if "ops_math" in callers[-1]:
             reads.append((key, callers[-1]))
         return super().__getitem__(key)

@@ -10,6 +10,8 @@ LONG_FUNCTION = "def f():\n" + "    x = 1\n" * 60
 LONG_KERNEL = "@triton.jit\ndef _fwd_kernel():\n" + "    x = 1\n" * 60
 DOCUMENTED_FUNCTION = 'def f():\n    """' + "words\n" * 60 + '"""\n    return 1\n'
 
+ONLY_PUBLIC = rules.public_names_only({"rope", "testing"})
+
 # rule, path, a text that breaks it, a text that does not
 CASES = [
     (rules.layers, "ops_math/schedule/choose.py", "from ops_math.ops.rope import op", "from ops_math.spec import Cost"),
@@ -45,9 +47,9 @@ CASES = [
     (rules.function_length, "ops_math/stats.py", LONG_FUNCTION, DOCUMENTED_FUNCTION),
     (rules.function_length, "ops_math/stats.py", LONG_KERNEL.replace("@triton.jit\n", ""), LONG_KERNEL),
     (rules.function_length, "ops_math/ops/rope/triton_gpu.py", LONG_KERNEL + "    x = 1\n" * 140, LONG_KERNEL),
-    (rules.public_names_only({"rope", "testing"}), "ops_nn/modules/rope.py", "from ops_math import spec", "from ops_math import rope"),
-    (rules.public_names_only({"rope", "testing"}), "ops_nn/modules/rope.py", "import ops_math.ops.rope.op", "import ops_math as om"),
-    (rules.public_names_only({"rope", "testing"}), "ops_nn/debug/locate.py", "from ops_math.rope import f", "from ops_math.testing import f"),
+    (ONLY_PUBLIC, "ops_nn/modules/rope.py", "from ops_math import spec", "from ops_math import rope"),
+    (ONLY_PUBLIC, "ops_nn/modules/rope.py", "import ops_math.ops.rope.op", "import ops_math as om"),
+    (ONLY_PUBLIC, "ops_nn/debug/locate.py", "from ops_math.rope import f", "from ops_math.testing import f"),
 ]
 
 
@@ -64,7 +66,22 @@ def test_every_rule_has_a_case():
 
 @pytest.mark.parametrize(
     "name",
-    ["reference", "problem", "op", "eager", "vendor", "triton_gpu", "triton_gpu_bwd", "triton_ascend", "eager_fwd", "test_rope", "__init__"],
+    [
+        "reference",
+        "problem",
+        "op",
+        "eager",
+        "vendor",
+        "triton_gpu",
+        "triton_gpu_bwd",
+        "triton_ascend",
+        "eager_fwd",
+        "op_linear",
+        "plain",
+        "triton_gpu_linear_bwd",
+        "test_rope",
+        "__init__",
+    ],
 )
 def test_the_fixed_file_names_of_an_operator_are_allowed(name):
     assert list(rules.file_name(rules.parse(f"ops_math/ops/rope/{name}.py", ""))) == []

@@ -1,0 +1,73 @@
+"""The `ops-math` application: its commands, and errors in words instead of tracebacks."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from ops_math import __version__
+from ops_math.checks import ArgumentError, UnsupportedError
+
+# Each command is imported when it is asked for, so that `ops-math --version` does not wait for matplotlib and tokenizers.
+COMMANDS = {
+    "train": "ops_math.cli.train.command:train",
+    "doctor": "ops_math.cli.doctor:doctor",
+    "ops": "ops_math.cli.ops:ops",
+}
+# What a user can mend. Anything else is a fault of ours and keeps its traceback.
+USER_ERRORS = (ArgumentError, UnsupportedError, OSError, torch.OutOfMemoryError)
+
+
+class Commands(typer.core.TyperGroup):
+    """A group whose commands are imported when they are asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names, in the order of the help page."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import one command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, function = COMMANDS[cmd_name].partition(":")
+        return command(cmd_name, getattr(importlib.import_module(module), function))
+
+
+def command(name: str, function: Callable[..., Any]) -> Any:
+    """Make a command of an annotated function."""
+    alone = typer.Typer(add_completion=False)
+    alone.command(name)(function)
+    return typer.main.get_command(alone)
+
+
+application = typer.Typer(cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def show_version(asked: bool) -> None:
+    """Print the version and stop."""
+    if asked:
+        typer.echo(f"ops-math {__version__} (torch {torch.__version__})")
+        raise typer.Exit
+
+
+VersionOption = Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")]
+
+
+@application.callback()
+def options(version: VersionOption = False) -> None:
+    """A training step, fused, compared and trusted."""
+
+
+def run(arguments: list[str] | None = None) -> None:
+    """Run the command line; a known error is one sentence and exit code 2."""
+    try:
+        application(args=arguments)
+    except USER_ERRORS as error:
+        Console(stderr=True).print(f"ops-math: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
