@@ -1,0 +1,68 @@
+"""The tile's words against `ops_math.rng`. Triton decides at import whether it interprets, so the kernel runs in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="needs Triton")
+
+import triton.language as tl  # noqa: E402
+
+from ops_math.ops._tiles.philox import keep_tile, words_tile  # noqa: E402
+from ops_math.rng import Rng, keep_mask, philox, threshold  # noqa: E402
+
+SOURCE = Path(__file__).parents[3]
+HUGE = 2**32 - 3
+
+
+@triton.jit
+def _words_kernel(state_ptr, words_ptr, keep_ptr, first_row, head, first_col, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    seed, offset = tl.load(state_ptr), tl.load(state_ptr + 1)
+    rows = first_row + tl.load(state_ptr + 2) + tl.arange(0, BLOCK_M)
+    place = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    tl.store(words_ptr + place, words_tile(seed, offset, rows, head, first_col, BLOCK_N).to(tl.int64))
+    tl.store(keep_ptr + place, keep_tile(seed, offset, rows, head, first_col, threshold, BLOCK_N).to(tl.int8))
+
+
+def differences() -> list[str]:
+    """The cases in which the tile differs from `ops_math.rng`; to be called in an interpreting process."""
+    found = []
+    for seed, stream, base, first_row, head, first_col, p in (
+        (1, 0, 0, 0, 0, 0, 0.1),
+        (-5, 7, 3, 128, 31, 64, 0.5),
+        (2**62 + 12345, HUGE, 2**31, 2**31 - 4, HUGE, 2**31 - 64, 0.9),
+        (2**32, 1, 0, 5, 2, 4, 1e-12),
+    ):
+        for block_m, block_n in ((1, 4), (8, 32), (2, 128)):
+            case = f"seed {seed} tile {block_m} x {block_n}"
+            rng = Rng(seed, first_row=base).child(stream)
+            words = torch.full((block_m, block_n), -1, dtype=torch.int64)
+            keep = torch.full((block_m, block_n), -1, dtype=torch.int8)
+            _words_kernel[(1,)](rng.state, words, keep, first_row, head, first_col, threshold(p), BLOCK_M=block_m, BLOCK_N=block_n)
+            rows = first_row + torch.arange(block_m)
+            groups = first_col // 4 + torch.arange(block_n // 4)
+            want = torch.stack(torch.broadcast_tensors(*philox(rng.state, rows[:, None], head, groups)), -1).flatten(1)
+            if not torch.equal(words, want):
+                found.append(f"words: {case}")
+            if not torch.equal(keep.bool(), want >= threshold(p)):
+                found.append(f"mask: {case}")
+            if first_col == 0 and not torch.equal(keep.bool(), keep_mask(rng.state, rows, head, block_n, p)):
+                found.append(f"keep_mask: {case}")
+    return [*found, "compared"]
+
+
+@pytest.mark.interpreter
+def test_the_tile_draws_the_words_of_rng_bit_for_bit() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(SOURCE)}
+    ran = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, check=False)
+    assert (ran.stdout, ran.returncode) == ("compared\n", 0), ran.stdout + ran.stderr
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(differences()) + "\n")
