@@ -1,0 +1,1 @@
+"""`ops-math train`: train a real model on real text, alone or beside plain PyTorch and torch.compile."""
