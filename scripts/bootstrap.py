@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--torch-is-a-wish", action="store_true", help="install --torch even where the interpreter has a torch")
     parser.add_argument("--reuse-torch", action="store_true", help="use the torch that this interpreter can import, if it can")
     options = parser.parse_args()
+    options.venv = options.venv.absolute()
     check_interpreter()
     state = fingerprint(options)
     stamp = options.venv / STAMP

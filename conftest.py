@@ -1,4 +1,4 @@
-"""What every test gets: one thread where several processes share the machine, fixed seeds, switches put back, and GPU tests skipped in words."""
+"""What every test gets: one thread under xdist, a fixed seed, switches put back, and GPU tests skipped in words."""
 
 import copy
 
