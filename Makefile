@@ -42,13 +42,13 @@ gpu: env
 	$(VENV)/bin/python -m pytest -m gpu
 
 lint: env
-	$(VENV)/bin/ruff check .
+	$(VENV)/bin/python -m ruff check .
 
 types: env
-	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m mypy
 
 docs: env
-	$(VENV)/bin/mkdocs build --strict --site-dir build/site
+	$(VENV)/bin/python -m mkdocs build --strict --site-dir build/site
 
 clean:
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache
