@@ -154,7 +154,7 @@ def define(
 
 def store_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype in which a result is stored: autocast's where it is on for the device and `x` is not float64, else that of `x`."""
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+    if x.dtype != torch.float64 and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 

@@ -1,0 +1,52 @@
+"""Puts right what Triton's interpreter gets wrong with bf16, so that kernels' bf16 arithmetic can be run on a CPU.
+
+Triton 3.9 truncates fp32 to bf16 where hardware rounds to nearest even, and multiplies bf16 bit patterns as integers in `tl.dot`.
+Call `repair()` in a process with TRITON_INTERPRET=1 after importing Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def _widen(bits: Any) -> Any:
+    """bf16 bit patterns (uint16) as float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _round(values: Any) -> Any:
+    """float32 as bf16 bit patterns, to nearest even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), np.uint64(0x7FC0), rounded).astype(np.uint16)
+
+
+def repair() -> None:
+    """Replace the interpreter's bf16 casts and products. Safe to call twice."""
+    import triton.language as tl  # noqa: PLC0415 (only where Triton is)
+    from triton.runtime import interpreter  # noqa: PLC0415
+
+    builder = interpreter.InterpreterBuilder
+    if getattr(builder, "bf16_repaired", False):
+        return
+    handle, cast, dot = interpreter.TensorHandle, builder.cast_impl, builder.create_dot
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        source, target = src.dtype.scalar, dst_type.scalar
+        if source == tl.bfloat16 and target == tl.float32:
+            return handle(_widen(src.data), target)
+        if source == tl.float32 and target == tl.bfloat16:
+            return handle(_round(src.data), target)
+        if tl.bfloat16 in (source, target) and source != target:  # through fp32, e.g. bf16 to fp16
+            return cast_impl(self, cast_impl(self, src, tl.float32), dst_type) if source == tl.bfloat16 else cast_impl(self, cast(self, src, tl.float32), dst_type)
+        return cast(self, src, dst_type)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        def wide(h: Any) -> Any:
+            return handle(_widen(h.data), tl.float32) if h.dtype.scalar == tl.bfloat16 else h
+
+        return dot(self, wide(a), wide(b), *rest)
+
+    builder.cast_impl, builder.create_dot, builder.bf16_repaired = cast_impl, create_dot, True
