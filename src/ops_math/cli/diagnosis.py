@@ -180,8 +180,8 @@ def compiler_line(name: str, command: str | None, purpose: str, has_gpu: bool, s
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"probe{suffix}"
         file.write_text(source)
-        command = [path, *flags, "-c", str(file), "-o", f"{file}.o"]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        arguments = [path, *flags, "-c", str(file), "-o", f"{file}.o"]
+        result = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["no message"])[0]
         do = f"{purpose} needs a working one, and Python's headers (Debian: apt-get install python3-dev)."
