@@ -5,6 +5,8 @@ Importing this package registers operators with PyTorch and does nothing else: n
 
 from ops_math._version import __version__
 from ops_math.checks import ArgumentError, UnsupportedError
+from ops_math.ops.gelu.op import gelu
+from ops_math.ops.glu.op import geglu, geglu_packed, swiglu, swiglu_packed
 from ops_math.ops.rms_norm.op import add_rms_norm, rms_norm
 from ops_math.rng import Rng
 from ops_math.settings import checked, determinism, enabled, force, precision
@@ -20,8 +22,13 @@ __all__ = [
     "determinism",
     "enabled",
     "force",
+    "geglu",
+    "geglu_packed",
+    "gelu",
     "precision",
     "reset_stats",
     "rms_norm",
     "stats",
+    "swiglu",
+    "swiglu_packed",
 ]

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 CATALOG: tuple[tuple[str, str], ...] = (
     ("rms_norm", "ops_math.ops.rms_norm.op"),
+    ("glu", "ops_math.ops.glu.op"),
+    ("gelu", "ops_math.ops.gelu.op"),
 )
 
 

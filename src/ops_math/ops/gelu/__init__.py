@@ -1,0 +1,1 @@
+"""Gaussian error linear unit, alone or fused with the bias before it."""

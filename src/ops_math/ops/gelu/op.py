@@ -1,0 +1,100 @@
+"""The contract: signature, checks, autograd, registration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ops_math import checks, settings
+from ops_math.dispatch import absent, define, needs_grad, store_dtype
+from ops_math.ops.gelu import plain
+from ops_math.ops.gelu.problem import GeluProblem
+from ops_math.spec import dtype_name as name_of
+from ops_math.spec import product
+
+
+def _problem_fwd(x: torch.Tensor, bias: torch.Tensor | None, approximate: str, out: torch.dtype) -> GeluProblem:
+    return GeluProblem(product(x.shape[:-1]), x.shape[-1], name_of(x.dtype), name_of(bias.dtype) if bias is not None else "", name_of(out), approximate)
+
+
+def _problem_bwd(dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, approximate: str, need_dx: bool, need_dbias: bool, need_y: bool) -> GeluProblem:
+    return _problem_fwd(x, bias, approximate, dy.dtype)._replace(need_dx=need_dx, need_dbias=need_dbias and bias is not None, need_y=need_y)
+
+
+def _fake_fwd(x: torch.Tensor, bias: torch.Tensor | None, approximate: str, out: torch.dtype) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=out)
+
+
+def _fake_bwd(dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, approximate: str, need_dx: bool, need_dbias: bool, need_y: bool) -> tuple[torch.Tensor, ...]:
+    dbias = bias.new_empty(bias.shape) if bias is not None and need_dbias else absent(x)
+    return (x.new_empty(x.shape) if need_dx else absent(x)), dbias, (dy.new_empty(dy.shape) if need_y else absent(dy))
+
+
+OP = define(
+    "gelu",
+    __package__,
+    fwd="(Tensor x, Tensor? bias, str approximate, ScalarType out) -> Tensor",
+    bwd="(Tensor dy, Tensor x, Tensor? bias, str approximate, bool need_dx, bool need_dbias, bool need_y) -> (Tensor, Tensor, Tensor)",
+    fake_fwd=_fake_fwd,
+    fake_bwd=_fake_bwd,
+    problem_fwd=_problem_fwd,
+    problem_bwd=_problem_bwd,
+    implementations=("triton_gpu", "vendor", "eager"),
+)
+
+
+class _Gelu(torch.autograd.Function):
+    """y = gelu(x + bias); saves x and bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, approximate: str, out: torch.dtype) -> torch.Tensor:
+        ctx.save_for_backward(x, bias)
+        ctx.approximate = approximate
+        return OP.fwd(x, bias, approximate, out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, bias = ctx.saved_tensors
+        need_dx, need_dbias = ctx.needs_input_grad[:2]
+        dx, dbias, _ = OP.bwd(dy, x, bias, ctx.approximate, need_dx, need_dbias, False)
+        return dx if need_dx else None, dbias if need_dbias else None, None, None
+
+
+def gelu(x: torch.Tensor, bias: torch.Tensor | None = None, *, approximate: str = "none") -> torch.Tensor:
+    """Gaussian error linear unit, with an optional bias added first.
+
+    y = gelu(x + bias),  gelu(z) = z Phi(z), Phi the normal distribution function
+
+    Args:
+        x: [..., N], fp32, bf16, fp16 or fp64, any strides.
+        bias: [N] of any floating dtype, or None. A linear layer's bias, kept out of the matrix product and added here in fp32.
+        approximate: "none" for the error function, "tanh" for z / 2 (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))).
+
+    Returns:
+        [..., N], contiguous, of the dtype of `x` (under autocast: autocast's dtype).
+
+    Precision: arithmetic in fp32 (fp64 for fp64); one rounding, at the store. The bias's gradient is the sum over rows of unrounded
+        values, in fp32. An input of -inf gives NaN, as in PyTorch.
+    Determinism: level 1; the order of the sum for the bias depends on the shape and the device only.
+    Raises: ArgumentError for an integer input, a bias of another width or device, an unknown `approximate`.
+    Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016. dx = dy (Phi(z) + z phi(z)), dbias its sum over rows.
+    """
+    checks.floating("gelu", "x", x)
+    checks.at_least_1d("gelu", "x", x)
+    checks.one_of("gelu", "approximate", approximate, ("none", "tanh"))
+    if bias is not None:
+        checks.floating("gelu", "bias", bias)
+        checks.shape("gelu", "bias", bias, x.shape[-1:], "the last dimension of x")
+        checks.same_device("gelu", "x", x, bias=bias)
+    if not settings.active():
+        return plain.gelu(x, bias, approximate=approximate)
+    out = store_dtype(x)
+    if needs_grad(x, bias):
+        return _Gelu.apply(x, bias, approximate, out)
+    return OP.fwd(x, bias, approximate, out)
+
+
+OP.public = {"gelu": gelu}

@@ -1,0 +1,188 @@
+"""The contract: signature, checks, autograd, registration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ops_math import checks, settings
+from ops_math.dispatch import absent, define, needs_grad, store_dtype
+from ops_math.ops.glu import plain
+from ops_math.ops.glu.problem import GluProblem
+from ops_math.spec import dtype_name as name_of
+from ops_math.spec import product
+
+GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+def _width(gate: torch.Tensor, packing: str) -> int:
+    return gate.shape[-1] // 2 if packing else gate.shape[-1]
+
+
+def _problem_fwd(gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str, out: torch.dtype) -> GluProblem:
+    rows, cols = product(gate.shape[:-1]), _width(gate, packing)
+    return GluProblem(rows, cols, name_of(gate.dtype), name_of(up.dtype) if up is not None else "", name_of(out), activation, packing)
+
+
+def _problem_bwd(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str, need_dgate: bool, need_dup: bool, need_y: bool) -> GluProblem:
+    both = need_dgate if up is None else need_dup
+    return _problem_fwd(gate, up, activation, packing, dy.dtype)._replace(need_dgate=need_dgate, need_dup=both, need_y=need_y)
+
+
+def _fake_fwd(gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str, out: torch.dtype) -> torch.Tensor:
+    return gate.new_empty((*gate.shape[:-1], _width(gate, packing)), dtype=out)
+
+
+def _fake_bwd(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str, need_dgate: bool, need_dup: bool, need_y: bool) -> tuple[torch.Tensor, ...]:
+    dgate = gate.new_empty(gate.shape) if need_dgate else absent(gate)
+    dup = up.new_empty(up.shape) if up is not None and need_dup else absent(gate if up is None else up)
+    return dgate, dup, dy.new_empty(dy.shape) if need_y else absent(dy)
+
+
+OP = define(
+    "glu",
+    __package__,
+    fwd="(Tensor gate, Tensor? up, str activation, str packing, ScalarType out) -> Tensor",
+    bwd="(Tensor dy, Tensor gate, Tensor? up, str activation, str packing, bool need_dgate, bool need_dup, bool need_y) -> (Tensor, Tensor, Tensor)",
+    fake_fwd=_fake_fwd,
+    fake_bwd=_fake_bwd,
+    problem_fwd=_problem_fwd,
+    problem_bwd=_problem_bwd,
+    implementations=("triton_gpu", "eager"),
+)
+
+
+class _Glu(torch.autograd.Function):
+    """y = activation(gate) up; saves the inputs and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str, out: torch.dtype) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.options = activation, packing
+        return OP.fwd(gate, up, activation, packing, out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        gate, up = ctx.saved_tensors
+        need_dgate, need_dup = ctx.needs_input_grad[:2]
+        dgate, dup, _ = OP.bwd(dy, gate, up, *ctx.options, need_dgate, need_dup, False)
+        return dgate if need_dgate else None, dup if need_dup else None, None, None, None
+
+
+def _run(gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str) -> torch.Tensor:
+    out = store_dtype(gate) if up is None else torch.promote_types(store_dtype(gate), store_dtype(up))
+    if needs_grad(gate, up):
+        return _Glu.apply(gate, up, activation, packing, out)
+    return OP.fwd(gate, up, activation, packing, out)
+
+
+def _check_pair(operator: str, gate: torch.Tensor, up: torch.Tensor) -> None:
+    checks.floating(operator, "gate", gate)
+    checks.at_least_1d(operator, "gate", gate)
+    checks.floating(operator, "up", up)
+    checks.same_shape(operator, "gate", gate, "up", up)
+    checks.same_device(operator, "gate", gate, up=up)
+
+
+def _check_packed(operator: str, gate_up: torch.Tensor) -> None:
+    checks.floating(operator, "gate_up", gate_up)
+    checks.at_least_1d(operator, "gate_up", gate_up)
+    if gate_up.shape[-1] % 2:
+        shape = checks.shape_text(gate_up.shape)
+        checks.fail(operator, "gate_up", "of an even last dimension (gate and up)", f"shape {shape}", "Concatenate gate and up along the last dimension.")
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Gated linear unit with the SiLU activation.
+
+    y = silu(gate) * up,  silu(x) = x / (1 + exp(-x))
+
+    Args:
+        gate: [..., N], fp32, bf16, fp16 or fp64, any strides.
+        up: [..., N], of the same shape; any floating dtype.
+
+    Returns:
+        [..., N], contiguous, of the wider dtype of the two (under autocast: autocast's dtype).
+
+    Precision: arithmetic in fp32 (fp64 for fp64); one rounding, at the store. As in PyTorch, a gate of -inf gives NaN, and
+        infinite gates give NaN gradients. The backward keeps the inputs only.
+    Determinism: level 1; elementwise, so results depend on neither batch nor device size.
+    Raises: ArgumentError for shapes that differ (nothing is broadcast), integer inputs, another device.
+    Source: Shazeer, GLU Variants Improve Transformer, 2020. dgate = dy up s (1 + gate (1 - s)), dup = dy gate s, s = sigmoid(gate).
+    """
+    _check_pair("swiglu", gate, up)
+    return _run(gate, up, "silu", "") if settings.active() else plain.swiglu(gate, up)
+
+
+def swiglu_packed(gate_up: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+    """`swiglu` of gate and up packed in one tensor, as one matrix product makes them; the gradient is packed alike.
+
+    Args:
+        gate_up: [..., 2N]: gate in the first N columns and up in the last N, or, interleaved, gate in columns 0, 2, ... and up in
+            1, 3, ... (which can be cut along columns for tensor parallelism).
+        interleaved: how gate and up are packed.
+
+    Returns:
+        [..., N], contiguous, of the dtype of `gate_up` (under autocast: autocast's dtype).
+
+    Precision: as `swiglu`.
+    Determinism: level 1.
+    Raises: ArgumentError for an odd last dimension or an integer input.
+    Source: as `swiglu`.
+    """
+    _check_packed("swiglu_packed", gate_up)
+    if not settings.active():
+        return plain.swiglu_packed(gate_up, interleaved=interleaved)
+    return _run(gate_up, None, "silu", "interleaved" if interleaved else "halves")
+
+
+def geglu(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh") -> torch.Tensor:
+    """Gated linear unit with the GELU activation.
+
+    y = gelu(gate) * up,  gelu(x) = x Phi(x), Phi the normal distribution function
+
+    Args:
+        gate: [..., N], fp32, bf16, fp16 or fp64, any strides.
+        up: [..., N], of the same shape; any floating dtype.
+        approximate: "tanh" for x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), "none" for the error function.
+
+    Returns:
+        [..., N], contiguous, of the wider dtype of the two (under autocast: autocast's dtype).
+
+    Precision: arithmetic in fp32 (fp64 for fp64); one rounding, at the store. A gate of -inf gives NaN, as in PyTorch.
+    Determinism: level 1.
+    Raises: ArgumentError for shapes that differ (nothing is broadcast), integer inputs, another device, an unknown `approximate`.
+    Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016; Shazeer, 2020.
+    """
+    _check_pair("geglu", gate, up)
+    checks.one_of("geglu", "approximate", approximate, tuple(GELU))
+    return _run(gate, up, GELU[approximate], "") if settings.active() else plain.geglu(gate, up, approximate=approximate)
+
+
+def geglu_packed(gate_up: torch.Tensor, *, approximate: str = "tanh", interleaved: bool = False) -> torch.Tensor:
+    """`geglu` of gate and up packed in one tensor; the gradient is packed alike.
+
+    Args:
+        gate_up: [..., 2N], as in `swiglu_packed`.
+        approximate: as in `geglu`.
+        interleaved: how gate and up are packed.
+
+    Returns:
+        [..., N], contiguous, of the dtype of `gate_up` (under autocast: autocast's dtype).
+
+    Precision: as `geglu`.
+    Determinism: level 1.
+    Raises: ArgumentError for an odd last dimension, an integer input, an unknown `approximate`.
+    Source: as `geglu`.
+    """
+    _check_packed("geglu_packed", gate_up)
+    checks.one_of("geglu_packed", "approximate", approximate, tuple(GELU))
+    if not settings.active():
+        return plain.geglu_packed(gate_up, approximate=approximate, interleaved=interleaved)
+    return _run(gate_up, None, GELU[approximate], "interleaved" if interleaved else "halves")
+
+
+OP.public = {"swiglu": swiglu, "swiglu_packed": swiglu_packed, "geglu": geglu, "geglu_packed": geglu_packed}
