@@ -45,7 +45,13 @@ def floating(operator: str, argument: str, value: Any) -> None:
     """The argument is a tensor of float64, float32, bfloat16 or float16."""
     tensor(operator, argument, value)
     if value.dtype not in DTYPE_NAME:
-        fail(operator, argument, "floating point (fp32, bf16, fp16 or fp64)", dtype_name(value.dtype), f"Convert it: {argument}.to(torch.float32).")
+        fail(
+            operator,
+            argument,
+            "floating point (fp32, bf16, fp16 or fp64)",
+            dtype_name(value.dtype),
+            f"Convert it: {argument}.to(torch.float32).",
+        )
 
 
 def integer(operator: str, argument: str, value: Any) -> None:
@@ -77,13 +83,25 @@ def rank(operator: str, argument: str, value: torch.Tensor, dims: int, layout: s
 def shape(operator: str, argument: str, value: torch.Tensor, expected: Any, why: str) -> None:
     """The tensor has exactly this shape."""
     if tuple(value.shape) != tuple(expected):
-        fail(operator, argument, f"of shape {shape_text(expected)} ({why})", f"shape {shape_text(value.shape)}", "Check that both come from the same layer.")
+        fail(
+            operator,
+            argument,
+            f"of shape {shape_text(expected)} ({why})",
+            f"shape {shape_text(value.shape)}",
+            "Check that both come from the same layer.",
+        )
 
 
 def same_shape(operator: str, first: str, x: torch.Tensor, second: str, y: torch.Tensor) -> None:
     """Two tensors have one shape; nothing is broadcast in silence."""
     if x.shape != y.shape:
-        fail(operator, second, f"of shape {shape_text(x.shape)}, as {first} is", f"shape {shape_text(y.shape)}", "Expand it first if you mean broadcasting.")
+        fail(
+            operator,
+            second,
+            f"of shape {shape_text(x.shape)}, as {first} is",
+            f"shape {shape_text(y.shape)}",
+            "Expand it first if you mean broadcasting.",
+        )
 
 
 def same_dtype(operator: str, first: str, x: torch.Tensor, second: str, y: torch.Tensor) -> None:

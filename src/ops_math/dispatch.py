@@ -6,6 +6,7 @@ PyTorch's dispatcher is the only dispatcher. An operator is two functional, fixe
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ops_math import backends, schedule, settings, stats
+from ops_math import backends, checks, schedule, settings, stats
 from ops_math.spec import Implementation, dtype_name
 
 _LIBRARY = torch.library.Library("ops_math", "DEF")
@@ -24,12 +25,13 @@ _MEMO_LIMIT = 4096  # choices kept an operator and phase; a run with ever new sh
 class _Phase:
     """One of the two dispatcher operators: builds the problem, finds the choice, launches."""
 
-    __slots__ = ("dtype_of", "memo", "name", "num_tensors", "operator", "overload", "problem_of")
+    __slots__ = ("memo", "name", "num_tensors", "operator", "overload", "problem_of")
 
     def __init__(self, operator: Operator, name: str, schema: str, problem_of: Callable[..., Any]) -> None:
         self.operator, self.name, self.problem_of = operator, name, problem_of
         self.num_tensors = count_tensors(schema)
         self.memo: dict[Any, Any] = {}
+        self.overload: Any = None
 
     def __call__(self, *args: Any) -> Any:
         if torch.is_grad_enabled():  # the raw operator called outside an autograd.Function must not record through a launcher
@@ -54,7 +56,9 @@ class _Phase:
         operator = self.operator
         choice = operator.choice(problem, self.name, backends.device_of(device))
         cost = operator.cost(problem, self.name)
-        counter = stats.counter(operator.name, self.name, choice_name(choice), choice.reason, choice.rejected, choice.fallback, str(problem))
+        counter = stats.counter(
+            operator.name, self.name, choice_name(choice), choice.reason, choice.rejected, choice.fallback, str(problem)
+        )
         if len(self.memo) >= _MEMO_LIMIT:
             self.memo.clear()
         found = self.memo[key] = (choice.implementation.launcher(self.name), choice.config, counter, cost.bytes)
@@ -95,12 +99,18 @@ class Operator:
         """What the scheduler answers for a problem under the policy in force."""
         policy = settings.policy()._replace(determinism=settings.determinism_level())
         dtype = self.file("problem").storage(problem)
-        return schedule.choose(self._implementations, problem, self.cost(problem, phase), dtype, phase, device, policy, schedule.load_shipped())
+        return schedule.choose(
+            self._implementations, problem, self.cost(problem, phase), dtype, phase, device, policy, schedule.load_shipped()
+        )
 
     def forget(self) -> None:
         """Drop remembered choices (after an implementation was replaced)."""
         for phase in self.phases.values():
             phase.memo.clear()
+
+
+def _refuse_vmap(name: str, *_: Any) -> Any:
+    checks.refuse(f"ops_math::{name}", "vmap is not supported", "Give the operator the batch as a leading dimension instead.")
 
 
 def count_tensors(schema: str) -> int:
@@ -145,6 +155,7 @@ def define(
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(full, phase.__call__, key)
         torch.library.register_fake(f"ops_math::{full}", fake)
+        torch.library.register_vmap(f"ops_math::{full}", functools.partial(_refuse_vmap, full))
         phase.overload = getattr(torch.ops.ops_math, full).default
         operator.phases[phase_name] = phase
     operator.fwd = operator.phases["fwd"].overload

@@ -56,20 +56,32 @@ class Counter:
 
     __slots__ = ("bytes", "calls", "fallback", "implementation", "op", "phase", "problem", "reason", "rejected")
 
-    def __init__(self, op: str, phase: str, implementation: str, reason: str, rejected: tuple[tuple[str, str], ...], fallback: str, problem: str) -> None:
+    def __init__(
+        self, op: str, phase: str, implementation: str, reason: str, rejected: tuple[tuple[str, str], ...], fallback: str, problem: str
+    ) -> None:
         self.op, self.phase, self.implementation = op, phase, implementation
         self.reason, self.rejected, self.fallback, self.problem = reason, rejected, fallback, problem
         self.calls = self.bytes = 0
 
     def row(self) -> Row:
         """The counter as a row."""
-        return Row(self.op, self.phase, self.implementation, self.calls, self.bytes, self.reason, self.rejected, self.fallback, self.problem)
+        return Row(
+            self.op, self.phase, self.implementation, self.calls, self.bytes, self.reason, self.rejected, self.fallback, self.problem
+        )
 
 
 _COUNTERS: dict[tuple[str, ...], Counter] = {}
 
 
-def counter(op: str, phase: str, implementation: str, reason: str = "", rejected: tuple[tuple[str, str], ...] = (), fallback: str = "", problem: str = "") -> Counter:
+def counter(
+    op: str,
+    phase: str,
+    implementation: str,
+    reason: str = "",
+    rejected: tuple[tuple[str, str], ...] = (),
+    fallback: str = "",
+    problem: str = "",
+) -> Counter:
     """The counter for an implementation and a reason, made when new. `problem` is the first problem it was made for."""
     key = (op, phase, implementation, reason, fallback)
     found = _COUNTERS.get(key)

@@ -30,7 +30,16 @@ def _device_of(kind: str, index: int, interpreted: bool) -> Device:
     arch = facts.gcnArchName.partition(":")[0] if hip else f"{facts.major}{facts.minor}"
     known = next((d for d in NAMED.values() if d.name in facts.name), NAMED["a100"])
     shared = getattr(facts, "shared_memory_per_block_optin", known.shared_bytes)
-    return Device("hip" if hip else "cuda", arch, facts.name, facts.multi_processor_count, shared, known.bandwidth_gbs, known.product_tflops, known.launch_us)
+    return Device(
+        "hip" if hip else "cuda",
+        arch,
+        facts.name,
+        facts.multi_processor_count,
+        shared,
+        known.bandwidth_gbs,
+        known.product_tflops,
+        known.launch_us,
+    )
 
 
 def device_of(device: torch.device) -> Device:
@@ -41,7 +50,7 @@ def device_of(device: torch.device) -> Device:
 @lru_cache(maxsize=1)
 def _triton_missing() -> str | None:
     try:
-        import triton  # noqa: F401, PLC0415 (importing Triton costs 0.3 s and must not happen at import of this package)
+        import triton  # noqa: F401 (importing Triton costs 0.3 s and must not happen at import of this package)
     except ImportError as error:
         return f"Triton cannot be imported ({error}); pip install triton"
     return None

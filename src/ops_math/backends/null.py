@@ -33,7 +33,11 @@ class _Utils:
         self._device = device
 
     def get_device_properties(self, _: int) -> dict[str, int]:
-        return {"max_shared_mem": self._device.shared_bytes, "multiprocessor_count": self._device.num_cores, "warpSize": _warp_size(self._device)}
+        return {
+            "max_shared_mem": self._device.shared_bytes,
+            "multiprocessor_count": self._device.num_cores,
+            "warpSize": _warp_size(self._device),
+        }
 
     def load_binary(self, name: str, kernel: Any, shared: int, _: int) -> tuple[int, int, int, int, int]:
         return 1, 1, 0, 0, 1024  # module, function, registers, spills, threads: real figures come from resources()
@@ -46,7 +50,7 @@ class _NullDriver:
     """Answers what Triton asks a driver, for a device that is not there."""
 
     def __init__(self, device: Device) -> None:
-        from triton.backends.compiler import GPUTarget  # noqa: PLC0415 (only where Triton is)
+        from triton.backends.compiler import GPUTarget
 
         self.utils = _Utils(device)
         arch: Any = device.arch if device.kind == "hip" else int(device.arch)
@@ -70,8 +74,8 @@ def _warp_size(device: Device) -> int:
 
 
 def _forget_kernels() -> None:
-    import triton.compiler.compiler as compiler  # noqa: PLC0415
-    from triton.runtime.jit import _triton_jit_function_registry as registry  # noqa: PLC0415
+    import triton.compiler.compiler as compiler
+    from triton.runtime.jit import _triton_jit_function_registry as registry
 
     for fn in registry.values():
         fn.device_caches.clear()
@@ -84,8 +88,8 @@ def pretend(device: Device) -> Iterator[list[tuple[str, Any]]]:
 
     Keep the compiled kernels only while inside: their destructor asks the driver that was active when they were made.
     """
-    import triton  # noqa: PLC0415
-    from triton.runtime.driver import driver  # noqa: PLC0415
+    import triton
+    from triton.runtime.driver import driver
 
     compiled: list[tuple[str, Any]] = []
 
@@ -112,7 +116,7 @@ def resources(kernel: Any) -> Resources:
     if kernel.metadata.target.backend == "hip":
         text = kernel.asm["amdgcn"]
         return Resources(_number(r"\.vgpr_count:\s+(\d+)", text), 4 * _number(r"\.vgpr_spill_count:\s+(\d+)", text), kernel.metadata.shared)
-    import triton  # noqa: PLC0415
+    import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -60,7 +60,9 @@ def predict_us(candidate: Implementation, problem: Any, cost: Cost, device: Devi
     return max(moving, computing) + device.launch_us * candidate.optional("CALLS", 1)
 
 
-def choose(candidates: Sequence[Implementation], problem: Any, cost: Cost, dtype: str, phase: str, device: Device, policy: Policy, record: Record) -> Choice:
+def choose(
+    candidates: Sequence[Implementation], problem: Any, cost: Cost, dtype: str, phase: str, device: Device, policy: Policy, record: Record
+) -> Choice:
     """The fastest candidate that supports the problem: by measurement where the record covers it, else by prediction.
 
     `candidates` are in order of preference at equal time; the first one is the device's own, and its refusal is a fallback.
@@ -80,7 +82,9 @@ def choose(candidates: Sequence[Implementation], problem: Any, cost: Cost, dtype
         else:
             rejected.append((candidate.name, why))
     if not able:
-        checks.refuse(f"{op} ({phase})", "no implementation can run it: " + "; ".join(f"{n}: {w}" for n, w in rejected), f"The problem was {problem}.")
+        checks.refuse(
+            f"{op} ({phase})", "no implementation can run it: " + "; ".join(f"{n}: {w}" for n, w in rejected), f"The problem was {problem}."
+        )
     if forced is not None:
         return _answer(able[0][2], able[0][0], "asked for by force()", rejected, "", problem, device, phase, policy)
     entry = record.lookup(op, phase, device.name, dtype, cost.bytes)
@@ -103,6 +107,16 @@ def _is_home(candidate: Implementation, device: Device) -> bool:
     return candidate.name == ("eager" if device.kind == "cpu" else "triton_gpu")
 
 
-def _answer(candidate: Implementation, time_us: float, reason: str, rejected: list[tuple[str, str]], fallback: str, problem: Any, device: Device, phase: str, policy: Policy) -> Choice:
+def _answer(
+    candidate: Implementation,
+    time_us: float,
+    reason: str,
+    rejected: list[tuple[str, str]],
+    fallback: str,
+    problem: Any,
+    device: Device,
+    phase: str,
+    policy: Policy,
+) -> Choice:
     config = configurations(candidate, problem, device, phase, policy.determinism)[0]
     return Choice(candidate, config, time_us, reason, tuple(rejected), fallback)

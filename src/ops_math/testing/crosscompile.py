@@ -30,7 +30,9 @@ def calls_of(operator: Operator, case: Case, dtype: str) -> list[OpCall]:
     return [c for c in seen.calls if c.operator == operator.name]
 
 
-def compile_case(operator: Operator, case: Case, dtype: str, device_name: str, implementation: str = "triton_gpu", every_config: bool = False) -> list[Compiled]:
+def compile_case(
+    operator: Operator, case: Case, dtype: str, device_name: str, implementation: str = "triton_gpu", every_config: bool = False
+) -> list[Compiled]:
     """Compile the kernels that a case starts on a named device, in the default configuration (or in every one).
 
     Raises Triton's OutOfResources where a kernel wants more shared memory than the device has.

@@ -73,7 +73,9 @@ def is_floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def as_leaves(call: Call, frozen: Sequence[int | str], change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Call, dict[str, torch.Tensor]]:
+def as_leaves(
+    call: Call, frozen: Sequence[int | str], change: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[Call, dict[str, torch.Tensor]]:
     """The call with each floating tensor changed and detached, requiring a gradient unless frozen; and those leaves by name."""
     leaves: dict[str, torch.Tensor] = {}
 

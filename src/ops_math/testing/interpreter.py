@@ -25,8 +25,8 @@ def _round(values: Any) -> Any:
 
 def repair() -> None:
     """Replace the interpreter's bf16 casts and products. Safe to call twice."""
-    import triton.language as tl  # noqa: PLC0415 (only where Triton is)
-    from triton.runtime import interpreter  # noqa: PLC0415
+    import triton.language as tl
+    from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
     if getattr(builder, "bf16_repaired", False):
@@ -40,7 +40,11 @@ def repair() -> None:
         if source == tl.float32 and target == tl.bfloat16:
             return handle(_round(src.data), target)
         if tl.bfloat16 in (source, target) and source != target:  # through fp32, e.g. bf16 to fp16
-            return cast_impl(self, cast_impl(self, src, tl.float32), dst_type) if source == tl.bfloat16 else cast_impl(self, cast(self, src, tl.float32), dst_type)
+            return (
+                cast_impl(self, cast_impl(self, src, tl.float32), dst_type)
+                if source == tl.bfloat16
+                else cast_impl(self, cast(self, src, tl.float32), dst_type)
+            )
         return cast(self, src, dst_type)
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:

@@ -61,7 +61,15 @@ class Judge:
 
     def oracle(self, seed: int, change: Callable[[torch.Tensor], torch.Tensor] = _widen) -> Result:
         """The reference in float64 with autograd's gradients."""
-        return run(self.reference, self.call(seed), self.case.frozen, seed=seed, rounded=DTYPE_OF[self.dtype], change=change, differentiable=self.differentiable)
+        return run(
+            self.reference,
+            self.call(seed),
+            self.case.frozen,
+            seed=seed,
+            rounded=DTYPE_OF[self.dtype],
+            change=change,
+            differentiable=self.differentiable,
+        )
 
     def verdict(self, implementation: str, seeds: Sequence[int] = SEEDS) -> list[Broken]:
         """Every limit that the implementation passes on these seeds."""

@@ -1,0 +1,48 @@
+"""Runs an operator's Triton kernels in Triton's interpreter, in a process of its own: `python -m ops_math.testing.interpreted rms_norm`.
+
+TRITON_INTERPRET must be set before Triton is imported, and it breaks compilation in the same process, hence the process.
+Prints one JSON object: the cases run, those skipped with the reason, and every limit that was passed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+
+def main(names: list[str]) -> int:
+    """Check the small cases of the named operators (all by default) in every dtype."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    from ops_math import catalog, settings
+    from ops_math.testing import conformance, interpreter
+
+    torch.set_num_threads(1)
+    interpreter.repair()
+    assert settings.triton_interpret()
+    dtypes = ("fp32", "bf16", "fp16")
+    broken, ran, skipped = [], [], []
+    for name in names or list(catalog.operators()):
+        operator = catalog.operators()[name]
+        for case in operator.file("problem").CASES:
+            for dtype in dtypes:
+                label = f"{name}: {case.name}: {dtype}"
+                if dtype not in case.dtypes or not case.small:
+                    continue
+                why = conformance.able(operator, case, dtype, "triton_gpu", "cpu")
+                if why:
+                    skipped.append(f"{label}: {why}")
+                    continue
+                broken += conformance.check_budget(operator, case, dtype, "triton_gpu")
+                if dtype == "fp32":
+                    broken += conformance.check_poison(operator, case, dtype, "triton_gpu")
+                    broken += conformance.check_layouts(operator, case, dtype, "triton_gpu")
+                ran.append(label)
+    print(json.dumps({"ran": ran, "skipped": skipped, "broken": broken}))
+    return 1 if broken or not ran else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

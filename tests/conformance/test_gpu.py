@@ -1,0 +1,48 @@
+"""The operator contract on a GPU: every implementation that runs there, on every case and dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ops_math import catalog
+from ops_math.testing import conformance
+from tests.conformance.cases import every_case, every_case_and_dtype, first_dtype
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="missing capability: a CUDA or ROCm device"),
+]
+
+
+def able_implementations(name, case, dtype):
+    operator = catalog.operators()[name]
+    return operator, [i.name for i in operator.implementations() if conformance.able(operator, case, dtype, i.name, "cuda") is None]
+
+
+@pytest.mark.parametrize(("name", "case", "dtype"), every_case_and_dtype())
+def test_every_implementation_is_within_the_error_budget_on_the_gpu(name, case, dtype):
+    operator, able = able_implementations(name, case, dtype)
+    assert "eager" in able
+    for implementation in able:
+        assert conformance.check_budget(operator, case, dtype, implementation, "cuda") == [], implementation
+
+
+@pytest.mark.parametrize(("name", "case"), every_case())
+def test_strides_buffers_and_autograd_hold_on_the_gpu(name, case):
+    dtype = "bf16" if "bf16" in case.dtypes else first_dtype(case)
+    operator, able = able_implementations(name, case, dtype)
+    for implementation in able:
+        assert conformance.check_layouts(operator, case, dtype, implementation, "cuda") == [], implementation
+        assert conformance.check_poison(operator, case, dtype, implementation, "cuda") == [], implementation
+        assert conformance.check_autograd(operator, case, dtype, implementation, "cuda") == [], implementation
+        if implementation == "triton_gpu":
+            assert conformance.check_twice(operator, case, dtype, implementation, "cuda") == []
+            assert conformance.check_repeats(operator, case, dtype, implementation, "cuda", times=5) == []
+
+
+@pytest.mark.parametrize("name", list(catalog.operators()))
+def test_compiled_by_inductor_the_gpu_gives_the_same_bits(name):
+    operator = catalog.operators()[name]
+    case = operator.file("problem").CASES[0]
+    assert conformance.check_compiled(operator, case, "bf16", "cuda", backend="inductor") == []

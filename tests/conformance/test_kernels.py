@@ -1,0 +1,51 @@
+"""Triton kernels without a GPU: their arithmetic in the interpreter, their resources for four devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ops_math import catalog
+from ops_math.backends import NAMED
+from ops_math.testing.crosscompile import compile_case
+
+triton = pytest.importorskip("triton", reason="missing capability: Triton")
+DEVICES = ("a100", "h100", "b200", "mi300x")
+WITH_KERNELS = [n for n, op in catalog.operators().items() if any(i.name == "triton_gpu" for i in op.implementations())]
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+@pytest.mark.interpreter
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", WITH_KERNELS)
+def test_interpreted_kernels_are_within_the_budget_on_every_small_case(name):
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "ops_math.testing.interpreted", name], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["broken"] == []
+    assert len(result["ran"]) > 2 * len(result["skipped"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", WITH_KERNELS)
+def test_every_kernel_compiles_within_the_device_without_spills(name, device):
+    operator = catalog.operators()[name]
+    compiled = []
+    for case in operator.file("problem").CASES:
+        for dtype in {"fp32", "bf16"} & set(case.dtypes):
+            compiled += compile_case(operator, case, dtype, device)
+    assert compiled
+    for kernel in compiled:
+        assert kernel.resources.spilled == 0, kernel
+        assert kernel.resources.registers <= (512 if NAMED[device].kind == "hip" else 255), kernel
+        assert kernel.resources.shared <= NAMED[device].shared_bytes, kernel
