@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="needs Triton")
 
 import triton.language as tl  # noqa: E402
 
-from ops_math.ops._tiles.philox import keep_tile, words_tile  # noqa: E402
+from ops_math.ops._tiles.philox import keep_tile, philox_tile  # noqa: E402
 from ops_math.rng import Rng, keep_mask, philox, threshold  # noqa: E402
 
 SOURCE = Path(__file__).parents[3]
@@ -25,9 +25,18 @@ HUGE = 2**32 - 3
 def _words_kernel(state_ptr, words_ptr, keep_ptr, first_row, head, first_col, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     seed, offset = tl.load(state_ptr), tl.load(state_ptr + 1)
     rows = first_row + tl.load(state_ptr + 2) + tl.arange(0, BLOCK_M)
-    place = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    tl.store(words_ptr + place, words_tile(seed, offset, rows, head, first_col, BLOCK_N).to(tl.int64))
-    tl.store(keep_ptr + place, keep_tile(seed, offset, rows, head, first_col, threshold, BLOCK_N).to(tl.int8))
+    keep = keep_tile(seed, offset, rows, head, first_col, threshold, BLOCK_N)
+    tl.store(keep_ptr + tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :], keep.to(tl.int8))
+    zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.uint32)
+    groups = zero + (first_col // 4 + tl.arange(0, BLOCK_N // 4)).to(tl.uint32)[None, :]
+    w0, w1, w2, w3 = philox_tile(
+        seed, groups, zero + rows.to(tl.uint32)[:, None], zero + tl.cast(head, tl.uint32), zero + tl.cast(offset, tl.uint32)
+    )
+    place = words_ptr + tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + 4 * tl.arange(0, BLOCK_N // 4)[None, :]
+    tl.store(place, w0.to(tl.int64))
+    tl.store(place + 1, w1.to(tl.int64))
+    tl.store(place + 2, w2.to(tl.int64))
+    tl.store(place + 3, w3.to(tl.int64))
 
 
 def differences() -> list[str]:
