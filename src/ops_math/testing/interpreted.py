@@ -40,7 +40,7 @@ def main(names: list[str]) -> int:
                     broken += conformance.check_poison(operator, case, dtype, "triton_gpu")
                     broken += conformance.check_layouts(operator, case, dtype, "triton_gpu")
                 ran.append(label)
-    print(json.dumps({"ran": ran, "skipped": skipped, "broken": broken}))
+    sys.stdout.write(json.dumps({"ran": ran, "skipped": skipped, "broken": broken}) + "\n")
     return 1 if broken or not ran else 0
 
 
