@@ -5,6 +5,7 @@ Importing this package registers operators with PyTorch and does nothing else: n
 
 from ops_math._version import __version__
 from ops_math.checks import ArgumentError, UnsupportedError
+from ops_math.ops.attention.op import attention, attention_qkv
 from ops_math.ops.gelu.op import gelu
 from ops_math.ops.glu.op import geglu, geglu_packed, swiglu, swiglu_packed
 from ops_math.ops.rms_norm.op import add_rms_norm, rms_norm
@@ -18,6 +19,8 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "add_rms_norm",
+    "attention",
+    "attention_qkv",
     "checked",
     "determinism",
     "enabled",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 CATALOG: tuple[tuple[str, str], ...] = (
     ("rms_norm", "ops_math.ops.rms_norm.op"),
+    ("attention", "ops_math.ops.attention.op"),
     ("glu", "ops_math.ops.glu.op"),
     ("gelu", "ops_math.ops.gelu.op"),
 )

@@ -126,3 +126,43 @@ def positive(operator: str, argument: str, value: float) -> None:
     """A number above zero."""
     if not value > 0:
         fail(operator, argument, "above 0", str(value), f"Pass a positive {argument}.")
+
+
+def boolean(operator: str, argument: str, value: Any, meaning: str) -> None:
+    """The argument is a bool tensor."""
+    tensor(operator, argument, value)
+    if value.dtype != torch.bool:
+        fail(operator, argument, f"a bool tensor ({meaning})", dtype_name(value.dtype), f"Convert it: {argument}.bool().")
+
+
+def broadcast_to(operator: str, argument: str, value: torch.Tensor, expected: Any, layout: str) -> torch.Tensor:
+    """The tensor, expanded to the shape by torch's rules of broadcasting."""
+    dims, given = tuple(expected), tuple(value.shape)
+    if len(given) > len(dims) or any(n not in (1, m) for n, m in zip(reversed(given), reversed(dims), strict=False)):
+        fail(
+            operator,
+            argument,
+            f"broadcastable to {layout} = {shape_text(dims)}",
+            f"shape {shape_text(given)}",
+            "Give it size 1 where it is the same for all.",
+        )
+    return value.expand(dims)
+
+
+def window(operator: str, value: Any) -> tuple[int, int]:
+    """A pair of window bounds, each at least 0, or -1 for none."""
+    if not (isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(n, int) and n >= -1 for n in value)):
+        fail(operator, "window", "a pair (left, right) of whole numbers from 0 on, or -1 for no bound", repr(value), "Pass e.g. (255, 0).")
+    return value[0], value[1]
+
+
+def document_ends(operator: str, argument: str, value: torch.Tensor, tokens: int) -> None:
+    """Ends of packed documents start at 0, never fall and end at the number of tokens. Looks at values: synchronises."""
+    ends = value.tolist()
+    if ends[0] != 0:
+        fail(operator, argument, "0 at position 0", str(ends[0]), "The first document starts at token 0.")
+    for at, (before, after) in enumerate(zip(ends, ends[1:], strict=False)):
+        if after < before:
+            fail(operator, argument, "never falling", f"{before} then {after} at position {at + 1}", "Each end is at or after the one before.")
+    if ends[-1] != tokens:
+        fail(operator, argument, f"{tokens}, the number of tokens, at the end", str(ends[-1]), "The last document ends with the last token.")

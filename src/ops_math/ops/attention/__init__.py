@@ -1,0 +1,1 @@
+"""Scaled dot-product attention, from separate q, k, v or one packed projection."""

@@ -1,0 +1,176 @@
+"""PyTorch's attention kernels, called below `scaled_dot_product_attention` so that forward and backward are launches of their own.
+
+They all take [B, H, S, D] with any strides (unit along D), so ours go in as transposed views; only lse needs another shape for some.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ops_math import features
+from ops_math.ops.attention.problem import AttentionProblem, cost, gradients
+from ops_math.spec import Device
+
+KINDS = ("cpu", "cuda", "hip")
+CPU, GPU = ("flash_cpu",), ("cudnn", "flash", "efficient")
+ATEN = {
+    "cudnn": "_scaled_dot_product_cudnn_attention",
+    "flash": "_scaled_dot_product_flash_attention",
+    "efficient": "_scaled_dot_product_efficient_attention",
+    "flash_cpu": "_scaled_dot_product_flash_attention_for_cpu",
+}
+LSE_ALIGNMENT = 32  # the memory-efficient kernel pads rows of lse to this
+# [TFLOP/s] forward and backward, H200, bf16, torch 2.11, 2026-11-29: D 128 S 4096 and D 64 S 2048, causal, 32 heads on 8 keys.
+RATES = {
+    "cudnn": ((624.0, 470.0), (400.0, 318.0)),
+    "flash": ((328.0, 253.0), (258.0, 189.0)),
+    "efficient": ((180.0, 120.0), (150.0, 100.0)),
+}
+
+
+def supports(p: AttentionProblem, device: Device, phase: str) -> str | None:
+    """Why none of them can run it, or None."""
+    variants = CPU if device.kind == "cpu" else GPU
+    reasons = [(name, _against(name, p, device, phase)) for name in variants]
+    return None if any(why is None for _, why in reasons) else "; ".join(dict.fromkeys(str(why) for _, why in reasons))
+
+
+def configs(p: AttentionProblem, device: Device, phase: str) -> tuple[str, ...]:
+    """The variants that can run it, fastest measured first."""
+    return tuple(name for name in (CPU if device.kind == "cpu" else GPU) if _against(name, p, device, phase) is None)
+
+
+def _against(name: str, p: AttentionProblem, device: Device, phase: str) -> str | None:
+    """Why one variant cannot run the problem, or None."""
+    function = ATEN[name] + ("" if phase == "fwd" else "_backward")
+    if not features.has_kernel(function, device.kind):
+        return f"this PyTorch has no {function} kernel for {device.kind}"
+    if p.empty:
+        return "does not take empty tensors"
+    if p.documents >= 0:
+        return "is not called on packed documents"
+    if p.dropout_p:
+        return "draws dropout masks of its own"
+    if p.softcap:
+        return "has no soft cap"
+    causal = p.right == 0 and p.left < 0
+    if not causal and (p.left >= 0 or p.right >= 0):
+        return "has no sliding window"
+    if name == "flash_cpu":
+        return _against_cpu(p, causal)
+    if p.mask or p.key_padding:
+        return "is not called with masks: rows without a key come out as NaN"
+    if p.dtype not in ("fp16", "bf16"):
+        return "wants fp16 or bf16"
+    if name == "cudnn" and (device.kind != "cuda" or int(device.arch) < 80):
+        return "cuDNN's attention needs an NVIDIA GPU from sm_80 on"
+    if p.head_dim % 8 or p.head_dim > (128 if name == "cudnn" else 256):
+        return f"takes head widths in steps of 8 up to {128 if name == 'cudnn' else 256}"
+    if causal and p.q_len != p.k_len:
+        return "is causal for as many queries as keys only"
+    if name == "efficient" and p.group > 1:
+        return "has no grouped queries"
+    return None
+
+
+def _against_cpu(p: AttentionProblem, causal: bool) -> str | None:
+    if p.mask or p.key_padding:
+        return "is not called with masks"
+    if causal and p.bottom_right and p.q_len != p.k_len:
+        return "aligns causal to the top left corner"
+    if p.group > 1:
+        return "has no grouped queries"
+    return None
+
+
+def determinism(p: AttentionProblem, config: str, phase: str) -> int:
+    """Forward and the CPU's repeat; the GPU kernels add up dQ (flash, efficient) or may (cuDNN) in no fixed order."""
+    return 1 if phase == "fwd" or config == "flash_cpu" else 0
+
+
+def predict_us(p: AttentionProblem, device: Device, phase: str) -> float:
+    """From rates measured on an H200, in proportion to the device's products; packing the gradient is three more passes."""
+    name, flops = configs(p, device, phase)[0], cost(p, phase).total_flops
+    if name == "flash_cpu":
+        return flops / (device.product_tflops * 0.5e6) + device.launch_us
+    wide, narrow = RATES[name]
+    rate = (wide if p.head_dim > 64 else narrow)[phase == "bwd"] * device.product_tflops / 770.0
+    packing = 2 * p.batch * (p.q_len * p.heads + 2 * p.k_len * p.kv_heads) * p.head_dim * 2 if p.packed_qkv and phase == "bwd" else 0
+    return flops / (rate * 1e6) + packing / (device.bandwidth_gbs * 1e3) + 3 * device.launch_us
+
+
+def launch_fwd(
+    p: AttentionProblem, config: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *masks: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [B, S, H, D] contiguous and lse [B, H, S]."""
+    function, causal = features.aten(ATEN[config]), p.right == 0
+    inputs = (_heads_first(q), _heads_first(k), _heads_first(v))
+    if config == "flash_cpu":
+        out, lse = function(*inputs, 0.0, causal, scale=p.scale)
+    elif config == "flash":
+        out, lse = function(*inputs, 0.0, causal, False, scale=p.scale)[:2]
+    elif config == "cudnn":
+        out, lse = function(*inputs, None, True, 0.0, causal, False, scale=p.scale)[:2]
+    else:
+        out, lse = function(*inputs, None, True, 0.0, causal, scale=p.scale)[:2]
+    return out.transpose(1, 2).contiguous(), _lse_out(lse, p)
+
+
+def launch_bwd(
+    p: AttentionProblem,
+    config: str,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *masks: Any,
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv, or the gradient of one projection."""
+    function, causal = features.aten(ATEN[config] + "_backward"), p.right == 0
+    head = tuple(_heads_first(x) for x in (dout, q, k, v))
+    o = out.transpose(1, 2)
+    if config == "flash_cpu":
+        grads = function(*head, o, lse, 0.0, causal, scale=p.scale)
+    elif config == "efficient":
+        seed = _philox(q)
+        padded = F.pad(lse, (0, -p.q_len % LSE_ALIGNMENT))
+        grads = function(*head, None, o, padded, seed, seed, 0.0, [p.need_dq, p.need_dk, p.need_dv, False], causal, scale=p.scale)
+    elif config == "flash":
+        seed = _philox(q)
+        grads = function(*head, o, lse, None, None, p.q_len, p.k_len, 0.0, causal, seed, seed, scale=p.scale)
+    else:
+        seed = _philox(q)
+        grads = function(*head, o, lse[..., None], seed, seed, None, None, None, p.q_len, p.k_len, 0.0, causal, scale=p.scale)
+    return _collected(p, grads, q, k, v)
+
+
+def _collected(p: AttentionProblem, grads: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[B, S, H, D] contiguous; into one tensor where the inputs are one projection."""
+    back = [None if g is None else g.transpose(1, 2) for g in grads[:3]]
+    if not p.packed_qkv:
+        needed = (p.need_dq, p.need_dk, p.need_dv)
+        return tuple(g.contiguous() if need and g is not None else q.new_empty(0) for g, need in zip(back, needed, strict=True))
+    results, views = gradients(p, q, k, v)
+    for view, g in zip(views, back, strict=True):
+        view.copy_(g)
+    return results
+
+
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    """[B, H, S, D] as a view; a copy only where the last dimension has a stride."""
+    return (x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2)
+
+
+def _lse_out(lse: torch.Tensor, p: AttentionProblem) -> torch.Tensor:
+    """lse [B, H, S] dense: padding cut off, a last dimension of one dropped."""
+    return (lse[..., 0] if lse.dim() == 4 else lse)[:, :, : p.q_len].contiguous()
+
+
+def _philox(q: torch.Tensor) -> torch.Tensor:
+    """The random state that a backward without dropout does not read."""
+    return torch.zeros((), dtype=torch.int64, device=q.device)
