@@ -34,6 +34,7 @@ def main() -> None:
     if stamp.exists() and stamp.read_text() == state and venv_python(options.venv).exists():
         return
     python = make_venv(options.venv)
+    (Path(site_packages(python)) / SHARED_PACKAGES).unlink(missing_ok=True)
     shares = options.reuse_torch and share_packages(options.venv, python)
     if not shares or options.torch_is_a_wish:
         pip(python, "install", options.torch)
@@ -88,14 +89,13 @@ def share_packages(venv: Path, python: Path) -> bool:
     `--system-site-packages` would do it for a system Python, but not when PYTHON itself lives in a virtual environment: the new
     environment would then see the packages of the Python behind both.
     """
-    shared = Path(site_packages(python)) / SHARED_PACKAGES
     if Path(sys.prefix).resolve() == venv.resolve():
         return can_import(python, "torch")
     if not can_import(Path(sys.executable), "torch"):
-        shared.unlink(missing_ok=True)
         return False
     folders = dict.fromkeys(path for path in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sys.path) if path)
-    shared.write_text("\n".join(folder for folder in folders if Path(folder).name in ("site-packages", "dist-packages")) + "\n")
+    lines = [folder for folder in folders if Path(folder).name in ("site-packages", "dist-packages")]
+    (Path(site_packages(python)) / SHARED_PACKAGES).write_text("\n".join(lines) + "\n")
     tell(f"using the torch of {sys.executable}")
     return True
 
