@@ -161,8 +161,8 @@ def document_ends(operator: str, argument: str, value: torch.Tensor, tokens: int
     ends = value.tolist()
     if ends[0] != 0:
         fail(operator, argument, "0 at position 0", str(ends[0]), "The first document starts at token 0.")
-    for at, (before, after) in enumerate(zip(ends, ends[1:], strict=False)):
-        if after < before:
-            fail(operator, argument, "never falling", f"{before} then {after} at position {at + 1}", "Each end is at or after the one before.")
+    for at in range(1, len(ends)):
+        if ends[at] < ends[at - 1]:
+            fail(operator, argument, "never falling", f"{ends[at - 1]} then {ends[at]} at position {at}", "Pass running totals of lengths.")
     if ends[-1] != tokens:
-        fail(operator, argument, f"{tokens}, the number of tokens, at the end", str(ends[-1]), "The last document ends with the last token.")
+        fail(operator, argument, f"{tokens} at the end, the number of tokens", str(ends[-1]), "The last document ends with the last token.")
