@@ -1,0 +1,1 @@
+"""Measurements: one driver for whole steps, one for operators; results are appended, never edited."""

@@ -40,7 +40,7 @@ class Runner:
         self.variant, self.device, self.autocast = variant, device, autocast
         self.model = build(name, seed=seed, device=device, dtype=dtype).train()
         if variant == "ops":
-            from ops_nn.adopt import adopt  # noqa: PLC0415 (plain runs must not need it)
+            from ops_nn.adopt import adopt  # plain runs must not need it
 
             self.adopted = adopt(self.model)
         self.call: Callable[..., Any] = torch.compile(self.model) if variant == "compile" else self.model
@@ -155,6 +155,15 @@ def compare_gradients(name: str, batch: int, seq: int, dtype: torch.dtype, autoc
     }
 
 
+def describe(row: dict[str, Any]) -> str:
+    """A result row in one line."""
+    return (
+        f"{row['model']} {row['variant']}: {row['tokens_per_s']:.0f} tokens/s {row['samples_per_s']:.1f} samples/s "
+        f"{row['step_ms']:.1f} ms (busy {row['busy']:.2f}) peak {row['peak_gib']:.1f} GiB {row['kernels']} kernels "
+        f"loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}"
+    )
+
+
 def main() -> None:
     """Run and print one line a variant."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -180,14 +189,25 @@ def main() -> None:
     for r in runners:
         count, busy = kernels(r, arguments.table)
         middle = statistics.median(times[r.variant])
-        row = {
-            "benchmark": "step", "model": arguments.model, "variant": r.variant, "batch": batch, "seq": seq,
-            "step_ms": middle, "step_ms_all": times[r.variant], "tokens_per_s": batch * seq / middle * 1e3, "samples_per_s": batch / middle * 1e3,
-            "peak_gib": peaks[r.variant], "kernels": count, "busy": busy / middle, "first_loss": first[r.variant], "last_loss": r.step().item(),
-        }  # fmt: skip
-        found.append(row)
-        print(f"{arguments.model} {r.variant}: {row['tokens_per_s']:.0f} tokens/s {row['samples_per_s']:.1f} samples/s {middle:.1f} ms (busy {row['busy']:.2f}) "
-              f"peak {row['peak_gib']:.1f} GiB {count} kernels loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}", flush=True)  # fmt: skip
+        found.append(
+            {
+                "benchmark": "step",
+                "model": arguments.model,
+                "variant": r.variant,
+                "batch": batch,
+                "seq": seq,
+                "step_ms": middle,
+                "step_ms_all": times[r.variant],
+                "tokens_per_s": batch * seq / middle * 1e3,
+                "samples_per_s": batch / middle * 1e3,
+                "peak_gib": peaks[r.variant],
+                "kernels": count,
+                "busy": busy / middle,
+                "first_loss": first[r.variant],
+                "last_loss": r.step().item(),
+            }
+        )
+        print(describe(found[-1]), flush=True)
     del runners
     free()
     if not arguments.no_gradients:

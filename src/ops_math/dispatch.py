@@ -9,15 +9,18 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
-from ops_math import backends, checks, schedule, settings, stats
+from ops_math import backends, checks, features, schedule, settings, stats
 from ops_math.spec import Implementation, dtype_name
 
 _LIBRARY = torch.library.Library("ops_math", "DEF")
+features.tag_compile_cache("ops_math", Path(__file__).parent)  # compiled code knows operators by name only: a new backward needs a new key
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _MEMO_LIMIT = 4096  # choices kept an operator and phase; a run with ever new shapes starts over instead of growing
 
@@ -109,6 +112,12 @@ class Operator:
             phase.memo.clear()
 
 
+def _product_flops(phase: _Phase, *args: Any, out_val: Any = None, **_: Any) -> int:
+    """Operations in matrix products, as PyTorch's counter counts them: without these our products look free to recompute."""
+    cost = phase.operator.cost(phase.problem_of(*args), phase.name)
+    return sum(count for term, count in cost.flops if "product" in term)
+
+
 def _refuse_vmap(name: str, *_: Any) -> Any:
     checks.refuse(f"ops_math::{name}", "vmap is not supported", "Give the operator the batch as a leading dimension instead.")
 
@@ -155,6 +164,7 @@ def define(
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(full, phase.__call__, key)
         torch.library.register_fake(f"ops_math::{full}", fake)
+        register_flop_formula(getattr(torch.ops.ops_math, full), get_raw=True)(functools.partial(_product_flops, phase))
         torch.library.register_vmap(f"ops_math::{full}", functools.partial(_refuse_vmap, full))
         phase.overload = getattr(torch.ops.ops_math, full).default
         operator.phases[phase_name] = phase

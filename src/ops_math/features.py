@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+import hashlib
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,3 +47,14 @@ def _has_kernel(name: str, device_kind: str, overload: str) -> bool:
         return False
     full = f"aten::{name}" + ("" if overload == "default" else f".{overload}")
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(full, key))
+
+
+def tag_compile_cache(name: str, folder: Path) -> None:
+    """Append a digest of the sources in `folder` to the key of PyTorch's compile caches, where it has one."""
+    config = getattr(torch.compiler, "config", None)
+    if config is None or not hasattr(config, "cache_key_tag"):
+        return
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.read_bytes())
+    config.cache_key_tag = f"{config.cache_key_tag}{name}-{digest.hexdigest()};"
