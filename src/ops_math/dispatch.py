@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from ops_math import backends, checks, features, schedule, settings, stats
 from ops_math.spec import Implementation, dtype_name
@@ -22,6 +21,7 @@ from ops_math.spec import Implementation, dtype_name
 _LIBRARY = torch.library.Library("ops_math", "DEF")
 features.tag_compile_cache("ops_math", Path(__file__).parent)  # compiled code knows operators by name only: a new backward needs a new key
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+_PHASES: dict[str, _Phase] = {}
 _MEMO_LIMIT = 4096  # choices kept an operator and phase; a run with ever new shapes starts over instead of growing
 
 
@@ -112,8 +112,27 @@ class Operator:
             phase.memo.clear()
 
 
+def _traced(fake: Callable[..., Any], *args: Any) -> Any:
+    """The fake, after the formulas that a tracer may ask for next."""
+    register_flop_formulas()
+    return fake(*args)
+
+
+@functools.cache
+def register_flop_formulas() -> None:
+    """Tell PyTorch's FLOP counter what our matrix products cost, without which they look free to recompute.
+
+    Tracing does this by itself. Call it before making a `torch.utils.flop_counter.FlopCounterMode` of your own: that module imports
+    Triton, so importing this package does not load it.
+    """
+    from torch.utils.flop_counter import register_flop_formula
+
+    for name, phase in _PHASES.items():
+        register_flop_formula(getattr(torch.ops.ops_math, name), get_raw=True)(functools.partial(_product_flops, phase))
+
+
 def _product_flops(phase: _Phase, *args: Any, out_val: Any = None, **_: Any) -> int:
-    """Operations in matrix products, as PyTorch's counter counts them: without these our products look free to recompute."""
+    """Operations in matrix products, as PyTorch's counter counts them."""
     cost = phase.operator.cost(phase.problem_of(*args), phase.name)
     return sum(count for term, count in cost.flops if "product" in term)
 
@@ -163,8 +182,8 @@ def define(
         phase = _Phase(operator, phase_name, schema, problem_of)
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(full, phase.__call__, key)
-        torch.library.register_fake(f"ops_math::{full}", fake)
-        register_flop_formula(getattr(torch.ops.ops_math, full), get_raw=True)(functools.partial(_product_flops, phase))
+        torch.library.register_fake(f"ops_math::{full}", functools.partial(_traced, fake))
+        _PHASES[full] = phase
         torch.library.register_vmap(f"ops_math::{full}", functools.partial(_refuse_vmap, full))
         phase.overload = getattr(torch.ops.ops_math, full).default
         operator.phases[phase_name] = phase

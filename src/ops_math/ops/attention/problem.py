@@ -89,11 +89,11 @@ def cost(p: AttentionProblem, phase: str) -> Cost:
     product = 2 * p.heads * pairs(p) * p.head_dim
     if phase == "fwd":
         return Cost(
-            (("q", query), ("k", key), ("v", key), ("mask", mask)), (("out", query), ("lse", lse)), (("qk", product), ("pv", product))
+            (("q", query), ("k", key), ("v", key), ("mask", mask)), (("out", query), ("lse", lse)), (("product qk", product), ("product pv", product))
         )
     read = (("dout", query), ("q", query), ("k", key), ("v", key), ("out", query), ("lse", lse), ("mask", mask))
     written = (("dq", query * p.need_dq), ("dk", key * p.need_dk), ("dv", key * p.need_dv))
-    return Cost(read, written, (("qk", product), ("dp", product), ("dv", product), ("dk", product), ("dq", product)))
+    return Cost(read, written, (("product qk", product), ("product dp", product), ("product dv", product), ("product dk", product), ("product dq", product)))
 
 
 def gradients(
