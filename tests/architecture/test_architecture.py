@@ -32,7 +32,13 @@ def public_names() -> set[str]:
 def test_no_file_of_the_packages_breaks_a_rule(rule):
     files = sources()
     assert len(files) > 20
-    assert [str(violation) for source in files for violation in rule(source)] == []
+    held = [source for source in files if (rule.__name__, str(source.path)) not in rules.EXCEPTIONS]
+    assert [str(violation) for source in held for violation in rule(source)] == []
+
+
+@pytest.mark.parametrize(("name", "path"), sorted(rules.EXCEPTIONS))
+def test_an_exception_is_still_needed(name, path):
+    assert list(getattr(rules, name)(rules.parse(path, (SRC / path).read_text())))
 
 
 @pytest.mark.parametrize("rule", SIZE_RULES, ids=lambda rule: rule.__name__)
