@@ -6,9 +6,13 @@ Importing this package registers operators with PyTorch and does nothing else: n
 from ops_math._version import __version__
 from ops_math.checks import ArgumentError, UnsupportedError
 from ops_math.ops.attention.op import attention, attention_qkv
+from ops_math.ops.cross_entropy.op import cross_entropy
+from ops_math.ops.cross_entropy.op_linear import linear_cross_entropy
+from ops_math.ops.dropout.op import dropout
 from ops_math.ops.gelu.op import gelu
 from ops_math.ops.glu.op import geglu, geglu_packed, swiglu, swiglu_packed
 from ops_math.ops.rms_norm.op import add_rms_norm, rms_norm
+from ops_math.ops.rope.op import rope, rope_qkv
 from ops_math.rng import Rng
 from ops_math.settings import checked, determinism, enabled, force, precision
 from ops_math.stats import reset_stats, stats
@@ -22,15 +26,20 @@ __all__ = [
     "attention",
     "attention_qkv",
     "checked",
+    "cross_entropy",
     "determinism",
+    "dropout",
     "enabled",
     "force",
     "geglu",
     "geglu_packed",
     "gelu",
+    "linear_cross_entropy",
     "precision",
     "reset_stats",
     "rms_norm",
+    "rope",
+    "rope_qkv",
     "stats",
     "swiglu",
     "swiglu_packed",

@@ -166,3 +166,53 @@ def document_ends(operator: str, argument: str, value: torch.Tensor, tokens: int
             fail(operator, argument, "never falling", f"{ends[at - 1]} then {ends[at]} at position {at}", "Pass running totals of lengths.")
     if ends[-1] != tokens:
         fail(operator, argument, f"{tokens} at the end, the number of tokens", str(ends[-1]), "The last document ends with the last token.")
+
+
+def within(operator: str, argument: str, value: float, low: float, high: float) -> None:
+    """A number in [low, high]."""
+    if not low <= value <= high:
+        fail(operator, argument, f"in [{low:g}, {high:g}]", str(value), f"Pass a number from {low:g} to {high:g}.")
+
+
+def not_empty(operator: str, argument: str, value: torch.Tensor, dim: int) -> None:
+    """The dimension has at least one element."""
+    if value.shape[dim] == 0:
+        fail(operator, argument, f"of at least one element in dimension {dim}", f"shape {shape_text(value.shape)}", "There is nothing to choose from.")
+
+
+def no_gradient(operator: str, argument: str, value: torch.Tensor) -> None:
+    """The tensor is a constant: the operator has no gradient for it."""
+    if value.requires_grad and torch.is_grad_enabled():
+        fail(operator, argument, "a constant", "a tensor that requires a gradient", f"Pass {argument}.detach().")
+
+
+def token_count(operator: str, num_tokens: Any, reduction: str) -> None:
+    """A tensor [] that divides the sum; without a mean it has no meaning."""
+    if not isinstance(num_tokens, torch.Tensor):
+        fail(operator, "num_tokens", "a tensor []", type(num_tokens).__name__, "Keep the count on the device: torch.tensor(n, device=...).")
+    if num_tokens.dim() != 0:
+        fail(operator, "num_tokens", "a tensor []", f"shape {shape_text(num_tokens.shape)}", "Reduce it to one number: num_tokens.sum().")
+    if reduction != "mean":
+        fail(operator, "num_tokens", "None unless reduction is 'mean'", f"a tensor with reduction {reduction!r}", "Use reduction='mean', or divide yourself.")
+    no_gradient(operator, "num_tokens", num_tokens)
+
+
+def targets(operator: str, target: torch.Tensor, num_classes: int, ignore_index: int) -> None:
+    """Every target is a class or ignored. Looks at values: synchronises the device."""
+    outside = ((target < 0) | (target >= num_classes)) & (target != ignore_index)
+    if bool(outside.any()):
+        where = outside.nonzero()[0].tolist()
+        value = target[tuple(where)].item()
+        place = ", ".join(str(n) for n in where)
+        count = int(outside.sum())
+        fail(
+            operator, "target", f"a class in [0, {num_classes}) or ignore_index {ignore_index}", f"{value} at [{place}] ({count} in all)",
+            "Check the tokenizer's vocabulary against the model's, and the padding value.",
+        )  # fmt: skip
+
+
+def positions(operator: str, low: int, high: int, num_rows: int) -> None:
+    """Positions from `low` to `high` name rows of a table."""
+    if low < 0 or high >= num_rows:
+        outside = low if low < 0 else high
+        fail(operator, "position_ids", f"at least 0 and below {num_rows}, the tables' rows", f"a position of {outside}", "Make longer tables or check the positions.")
