@@ -1,0 +1,93 @@
+"""A mask is a function of the key and of global coordinates, and has the right statistics."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ops_math.checks import ArgumentError
+from ops_math.rng import Rng, keep_mask, philox, state_for, threshold
+
+
+def scalar_philox(counter, key, rounds=7):
+    """Philox4x32 on Python integers, from the paper's definition."""
+    c, k = list(counter), list(key)
+    for _ in range(rounds):
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(p1 >> 32) ^ c[1] ^ k[0], p1 & 0xFFFFFFFF, (p0 >> 32) ^ c[3] ^ k[1], p0 & 0xFFFFFFFF]
+        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return c
+
+
+def test_the_words_are_philox_at_the_documented_counter():
+    seed, offset, first = 0x1234_5678_9ABC_DEF0, 7, 100
+    state = torch.tensor([seed, offset, first])
+    words = philox(state, torch.tensor([3]), 2, torch.tensor([5]))
+    expected = scalar_philox((5, 103, 2, 7), (seed & 0xFFFFFFFF, seed >> 32))
+    assert [int(w) for w in words] == expected
+
+
+def test_numpys_philox_of_ten_rounds_agrees_with_the_scalar_one():
+    assert len(set(scalar_philox((1, 2, 3, 4), (5, 6), rounds=10))) == 4
+    assert scalar_philox((0, 0, 0, 0), (0, 0), rounds=10) == [
+        0x6627E8D5,
+        0xE169C58D,
+        0xBC57AC4C,
+        0x9B00DBD8,
+    ]  # known-answer test of Random123
+
+
+def test_a_batch_cut_in_two_gives_the_mask_of_the_whole():
+    rng = Rng(5)
+    whole = keep_mask(rng.state, torch.arange(40), 0, 33, 0.3)
+    parts = [keep_mask(rng.at_row(a).state, torch.arange(20), 0, 33, 0.3) for a in (0, 20)]
+    assert torch.equal(whole, torch.cat(parts))
+
+
+def test_another_stream_head_seed_or_row_gives_another_mask():
+    def mask(rng, head=0):
+        return keep_mask(rng.state, torch.arange(64), head, 64, 0.5)
+
+    base = mask(Rng(5))
+    for other in (mask(Rng(6)), mask(Rng(5).child(1)), mask(Rng(5), head=1), mask(Rng(5).at_row(64))):
+        agree = (base == other).double().mean().item()
+        assert abs(agree - 0.5) < 5 * 0.5 / math.sqrt(base.numel())
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
+def test_elements_are_dropped_with_probability_p(p):
+    mask = keep_mask(Rng(11).state, torch.arange(500), 0, 403, p)
+    n = mask.numel()
+    assert abs((~mask).double().mean().item() - p) <= 5 * math.sqrt(p * (1 - p) / n)
+
+
+def test_neighbouring_columns_and_rows_are_uncorrelated():
+    m = keep_mask(Rng(3).state, torch.arange(512), 0, 512, 0.5).double().numpy() - 0.5
+    for lag in (1, 2, 3, 4):
+        for a, b in ((m[:, lag:], m[:, :-lag]), (m[lag:], m[:-lag])):
+            assert abs(np.mean(a * b)) < 5 * 0.25 / math.sqrt(a.size)
+
+
+def test_the_threshold_is_a_probability_of_a_word():
+    assert threshold(0.0) == 0
+    assert threshold(0.5) == 2**31
+    assert threshold(1 - 2**-40) == 2**32 - 1
+
+
+def test_without_an_rng_the_key_comes_from_pytorchs_generator():
+    torch.manual_seed(0)
+    first = state_for("dropout", None, torch.device("cpu"))
+    second = state_for("dropout", None, torch.device("cpu"))
+    torch.manual_seed(0)
+    assert torch.equal(first, state_for("dropout", None, torch.device("cpu")))
+    assert not torch.equal(first, second)
+
+
+def test_a_seed_in_place_of_an_rng_is_refused_in_words():
+    with pytest.raises(
+        ArgumentError, match=r"^dropout: rng must be an ops_math\.Rng or None; got int\. Make one with ops_math\.Rng\(seed, device\)\.$"
+    ):
+        state_for("dropout", 5, torch.device("cpu"))

@@ -1,0 +1,94 @@
+"""Switches work as statements and as contexts, and the environment is read late and once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ops_math as om
+from ops_math import settings
+from ops_math.checks import ArgumentError
+
+SOURCE = str(Path(__file__).parents[2] / "src")
+
+
+def run_python(code, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": SOURCE, **environment}, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() + done.stderr
+
+
+def test_enabled_as_a_context_restores_what_was_before():
+    assert settings.active()
+    with om.enabled(False):
+        assert not settings.active()
+        with om.enabled(True):
+            assert settings.active()
+        assert not settings.active()
+    assert settings.active()
+
+
+def test_enabled_as_a_statement_holds_until_changed():
+    om.enabled(False)
+    try:
+        assert not settings.active()
+    finally:
+        om.enabled(True)
+    assert settings.active()
+
+
+def test_switched_off_it_is_plain_pytorch_to_the_bit():
+    x, w = torch.randn(5, 64), torch.randn(64)
+    with om.enabled(False):
+        om.reset_stats()
+        y = om.rms_norm(x, w)
+        assert om.stats().rows == ()
+    assert torch.equal(y, torch.nn.functional.rms_norm(x, (64,), w, 1e-6))
+
+
+def test_force_names_the_implementation_and_statistics_show_it():
+    om.reset_stats()
+    with om.force(rms_norm="eager"):
+        om.rms_norm(torch.randn(3, 8))
+    (row,) = om.stats().rows
+    assert (row.op, row.phase, row.implementation, row.calls, row.reason) == ("rms_norm", "fwd", "eager", 1, "asked for by force()")
+    assert row.bytes > 2 * 3 * 8 * 4
+
+
+def test_a_bad_value_is_refused_with_the_choices():
+    with pytest.raises(ArgumentError, match=r"precision: mode must be one of 'default', 'ieee', 'tf32'; got 'fast'"):
+        om.precision("fast")
+    with pytest.raises(ArgumentError, match=r"determinism: level must be one of 0, 1; got 3"):
+        om.determinism(3)
+
+
+def test_the_environment_switches_it_off():
+    code = "import ops_math as om, torch; om.rms_norm(torch.ones(2, 4)); print(len(om.stats().rows))"
+    assert run_python(code, OPS_MATH_ENABLED="0") == "0"
+    assert run_python(code) == "1"
+
+
+def test_arguments_win_over_the_environment():
+    code = "import ops_math as om, torch; om.enabled(True); om.rms_norm(torch.ones(2, 4)); print(len(om.stats().rows))"
+    assert run_python(code, OPS_MATH_ENABLED="0") == "1"
+
+
+def test_a_bad_environment_variable_is_named():
+    assert "OPS_MATH_DETERMINISM must be one of '0', '1'; got 'yes'" in run_python(
+        "import ops_math as om, torch; om.rms_norm(torch.ones(2, 4))", OPS_MATH_DETERMINISM="yes"
+    )
+
+
+def test_pytorchs_own_switch_means_level_one():
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert settings.determinism_level() == 1
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert settings.determinism_level() == 0
