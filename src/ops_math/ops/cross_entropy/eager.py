@@ -1,0 +1,174 @@
+"""The operator in plain torch: the CPU implementation, and the yardstick of rounding for the others.
+
+Rows are worked through in chunks that stay in a core's cache, so that its passes over them cost little more than their arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ops_math.layout import as_rows
+from ops_math.ops.cross_entropy.problem import CrossEntropyProblem
+from ops_math.spec import compute_dtype
+
+PASSES = 1.5
+CALLS = 12
+CHUNK = 2**18  # logits a thread and chunk: 1 MiB in fp32, half of a core's second-level cache
+CHUNK_GPU = 2**26
+
+
+class Rows(NamedTuple):
+    """What the targets say, row by row [rows]: a class that can be read, whether the row is kept, its class's weight (0 where
+    ignored, NaN where the target is outside the vocabulary), 1 (0, NaN in the same places), and the sum of all class weights."""
+
+    index: torch.Tensor
+    kept: torch.Tensor
+    weight: torch.Tensor
+    one: torch.Tensor
+    weight_sum: torch.Tensor | float
+
+    def part(self, start: int, stop: int) -> Rows:
+        """Rows start to stop."""
+        return Rows(self.index[start:stop], self.kept[start:stop], self.weight[start:stop], self.one[start:stop], self.weight_sum)
+
+
+def read_targets(p: CrossEntropyProblem, target: torch.Tensor, class_weight: torch.Tensor | None, dtype: torch.dtype) -> Rows:
+    """No value of `target` is trusted as an index before it was compared with the vocabulary."""
+    y = target.reshape(-1)
+    kept = y != p.ignore_index
+    inside = (y >= 0) & (y < p.cols)
+    one = torch.where(inside, 1.0, float("nan")).to(dtype).masked_fill_(~kept, 0.0)
+    index = torch.where(inside, y, 0).long()
+    if class_weight is None:
+        return Rows(index, kept, one, one, float(p.cols))
+    return Rows(index, kept, class_weight[index] * one, one, class_weight.sum())
+
+
+def chunks(rows: int, cols: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """(start, stop) of pieces of rows."""
+    values = CHUNK * torch.get_num_threads() if device.type == "cpu" else CHUNK_GPU
+    step = max(1, values // cols)
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def capped(p: CrossEntropyProblem, logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The logits in the dtype of arithmetic, soft-capped where asked."""
+    z = logits.to(dtype)
+    return torch.mul(torch.tanh(z / p.softcap), p.softcap) if p.softcap else z
+
+
+def row_losses(
+    p: CrossEntropyProblem, z: torch.Tensor, rows: Rows, class_weight: torch.Tensor | None, buffer: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss and lse [rows] of capped logits; `buffer`, which may be z, is left holding exp(z - top), whose row sums come third."""
+    z_target = z.gather(1, rows.index[:, None])[:, 0]
+    smooth = 0.0
+    if p.label_smoothing:
+        smooth = z.sum(1) if class_weight is None else z @ class_weight
+    top = z.amax(1, keepdim=True)
+    top.masked_fill_(top == float("-inf"), 0.0)  # a row of -inf has lse -inf, not NaN
+    total = torch.sub(z, top, out=buffer).exp_().sum(1)
+    lse = top[:, 0] + total.log()
+    loss = (lse - z_target) * rows.weight * (1 - p.label_smoothing)
+    if p.label_smoothing:
+        loss += (lse * rows.weight_sum - smooth) * rows.one * (p.label_smoothing / p.cols)
+    if p.z_loss:
+        loss += lse.square() * rows.one * p.z_loss
+    return torch.where(rows.kept, loss, 0.0), lse, total
+
+
+def row_gradients(
+    p: CrossEntropyProblem,
+    probability: torch.Tensor,
+    capped_z: torch.Tensor | None,
+    rows: Rows,
+    lse: torch.Tensor,
+    scale: torch.Tensor | None,
+    class_weight: torch.Tensor | None,
+    over: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """dlogits of the sum of losses times `scale` [rows], written over `probability`.
+
+    dz = p (u w_y + s W / V + 2 c lse) - u w_y [class = y] - s w / V with u = 1 - s, smoothing s, z-loss c, W the sum of class
+    weights; dlogits = dz (1 - (z / cap)^2). Where `over` [rows] is given, `probability` lacks this divisor.
+    """
+    factor = torch.where(rows.kept, 1.0, 0.0).to(lse.dtype) if scale is None else torch.where(rows.kept, scale, 0.0)
+    at_target = rows.weight * (1 - p.label_smoothing) * factor
+    smooth = rows.one * (p.label_smoothing / p.cols) * factor
+    on_p = at_target + smooth * rows.weight_sum if p.label_smoothing else at_target.clone()
+    if p.z_loss:
+        on_p += lse * rows.one * factor * (2 * p.z_loss)
+    on_p = torch.where(rows.kept, on_p if over is None else on_p / over, 0.0)
+    dz = probability.mul_(on_p[:, None])
+    if p.label_smoothing:
+        dz.sub_(smooth[:, None]) if class_weight is None else dz.addr_(smooth, class_weight, alpha=-1)
+    index = rows.index[:, None]
+    dz.scatter_(1, index, dz.gather(1, index) - at_target[:, None])
+    if capped_z is not None:
+        dz.mul_(1 - (capped_z / p.softcap).square_())
+    return dz
+
+
+def reduce(p: CrossEntropyProblem, loss: torch.Tensor, rows: Rows, num_tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reduced loss, and the divisor of the mean (empty for the others)."""
+    if p.reduction == "none":
+        return loss, loss.new_empty(0)
+    total = loss.sum()
+    if p.reduction == "sum":
+        return total, loss.new_empty(0)
+    divisor = rows.weight.sum() if num_tokens is None else mean_divisor(num_tokens, rows.kept, loss.dtype)
+    return total / divisor, divisor
+
+
+def mean_divisor(num_tokens: torch.Tensor, kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The token count, or 1 where no rank has a token."""
+    return torch.where((num_tokens == 0) & ~kept.any(), 1, num_tokens).to(dtype)
+
+
+def launch_fwd(
+    p: CrossEntropyProblem, config: None, logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, num_tokens: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss, lse [rows], and the divisor of the mean (empty without one)."""
+    dtype = compute_dtype(logits.dtype)
+    weight = None if class_weight is None else class_weight.to(dtype)
+    x, rows = as_rows(logits), read_targets(p, target, weight, dtype)
+    loss, lse = (torch.empty(p.rows, dtype=dtype, device=x.device) for _ in range(2))
+    buffer = None
+    for start, stop in chunks(p.rows, p.cols, x.device):
+        z = capped(p, x[start:stop], dtype)
+        if buffer is None:
+            buffer = torch.empty(z.shape, dtype=dtype, device=z.device)
+        loss[start:stop], lse[start:stop], _ = row_losses(p, z, rows.part(start, stop), weight, buffer[: stop - start])
+    reduced, divisor = reduce(p, loss, rows, num_tokens)
+    return reduced.view(target.shape) if p.reduction == "none" else reduced, lse, divisor
+
+
+def launch_bwd(
+    p: CrossEntropyProblem,
+    config: None,
+    dloss: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    lse: torch.Tensor,
+    divisor: torch.Tensor | None,
+) -> torch.Tensor:
+    """dlogits, of the dtype and shape of the logits."""
+    dtype = lse.dtype
+    weight = None if class_weight is None else class_weight.to(dtype)
+    x, rows = as_rows(logits), read_targets(p, target, weight, dtype)
+    scale = (dloss if divisor is None else dloss / divisor).reshape(-1).to(dtype).expand(p.rows)
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    out = dlogits.view(p.rows, p.cols)
+    for start, stop in chunks(p.rows, p.cols, x.device):
+        z, part = capped(p, x[start:stop], dtype), out[start:stop]
+        buffer = part if part.dtype == dtype else torch.empty(part.shape, dtype=dtype, device=part.device)
+        torch.sub(z, lse[start:stop, None], out=buffer).exp_()
+        row_gradients(p, buffer, z if p.softcap else None, rows.part(start, stop), lse[start:stop], scale[start:stop], weight)
+        if buffer is not part:
+            part.copy_(buffer)
+    return dlogits

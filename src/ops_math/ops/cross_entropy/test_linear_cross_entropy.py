@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ops_math as om
+from ops_math.ops.cross_entropy import reference_linear
+from ops_math.ops.cross_entropy.test_cross_entropy import SYNCHRONISING, _Seen
+
+
+def _inputs(rows=12, hidden=16, classes=40, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(rows, hidden, generator=generator).to(dtype), torch.randn(classes, hidden, generator=generator).to(dtype)
+    return x.requires_grad_(), weight.requires_grad_(), torch.randint(0, classes, (rows,), generator=generator)
+
+
+def test_without_a_mean_each_row_is_scaled_by_its_own_gradient():
+    x, weight, target = _inputs()
+    dloss = torch.linspace(-2, 3, 12)
+    got = torch.autograd.grad(om.linear_cross_entropy(x, weight, target, reduction="none"), (x, weight), dloss)
+    want = torch.autograd.grad(F.cross_entropy(x @ weight.T, target, reduction="none"), (x, weight), dloss)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_follow_the_gradient_of_the_loss(recompute):
+    x, weight, target = _inputs()
+    loss = om.linear_cross_entropy(x, weight, target, recompute=recompute)
+    one = torch.autograd.grad(loss, (x, weight), torch.tensor(1.0), retain_graph=True)
+    three = torch.autograd.grad(loss, (x, weight), torch.tensor(-3.0), retain_graph=True)
+    again = torch.autograd.grad(loss, (x, weight), torch.tensor(1.0))
+    for a, b, c in zip(one, three, again, strict=True):
+        torch.testing.assert_close(-3.0 * a, b)
+        assert torch.equal(a, c)
+
+
+@pytest.mark.parametrize("rows", [0, 5])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_mean_of_nothing_is_nan_with_a_zero_gradient_as_in_pytorch(rows, recompute):
+    x, weight, target = _inputs(rows)
+    loss = om.linear_cross_entropy(x, weight, target.fill_(-100), recompute=recompute)
+    assert loss.isnan()
+    for leaf, grad in zip((x, weight), torch.autograd.grad(loss, (x, weight)), strict=True):
+        assert torch.equal(grad, torch.zeros_like(leaf))
+
+
+def test_a_rank_without_tokens_has_loss_and_gradients_zero_when_the_token_count_is_given():
+    x, weight, target = _inputs()
+    loss = om.linear_cross_entropy(x, weight, target.fill_(-100), num_tokens=torch.tensor(17))
+    assert loss.item() == 0
+    for leaf, grad in zip((x, weight), torch.autograd.grad(loss, (x, weight)), strict=True):
+        assert torch.equal(grad, torch.zeros_like(leaf))
+
+
+@pytest.mark.parametrize("bad", [40, -1, 2**40])
+def test_a_target_outside_the_vocabulary_cannot_go_unnoticed(bad):
+    x, weight, target = _inputs()
+    target[4] = bad
+    loss = om.linear_cross_entropy(x, weight, target, reduction="none")
+    dx, dweight = torch.autograd.grad(loss.sum(), (x, weight))
+    others = torch.arange(12) != 4
+    assert loss[4].isnan() and dx[4].isnan().all() and dweight.isnan().all()
+    assert loss[others].isfinite().all() and dx[others].isfinite().all()
+    with om.checked(), pytest.raises(om.ArgumentError, match=rf"linear_cross_entropy: target must be a class in \[0, 40\) or ignore_index -100; got {bad} at \[4\]"):
+        om.linear_cross_entropy(x, weight, target)
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"recompute": True, "label_smoothing": 0.1}, {"num_tokens": torch.tensor(9)}], ids=["mean", "none", "recomputed", "token count"])
+def test_no_call_waits_for_the_device(options):
+    x, weight, target = _inputs()
+    with _Seen() as seen:
+        loss = om.linear_cross_entropy(x, weight, target, **options)
+        torch.autograd.grad(loss, (x, weight), torch.ones_like(loss))
+    assert "mm" in seen.names, "the watch did not see inside the launchers"
+    assert not seen.names & set(SYNCHRONISING)
+
+
+def test_fp16_gradients_do_not_underflow_when_the_mean_is_over_very_many_tokens():
+    x, weight, target = _inputs(dtype=torch.float16)
+    loss = om.linear_cross_entropy(x, weight.detach(), target, num_tokens=torch.tensor(2**22))
+    (dx,) = torch.autograd.grad(loss, x, torch.tensor(2.0**20))
+    wide = x.detach().double().requires_grad_()
+    (want,) = torch.autograd.grad(reference_linear.linear_cross_entropy(wide, weight.detach().double(), target, num_tokens=torch.tensor(4)), wide)
+    torch.testing.assert_close(dx.double(), want, rtol=2e-2, atol=2e-3)
+    per_row = om.linear_cross_entropy(x, weight.detach(), target, reduction="none")
+    (dx,) = torch.autograd.grad(per_row, x, torch.full((12,), 2.0**-22))
+    assert torch.equal(dx, (2.0**-22 * torch.autograd.grad(om.linear_cross_entropy(x, weight.detach(), target, reduction="none").sum(), x)[0]).to(dx.dtype))
+
+
+def test_the_weight_gradient_of_an_fp32_weight_is_not_rounded_to_16_bits():
+    x, weight, target = _inputs(rows=64, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        (dweight,) = torch.autograd.grad(om.linear_cross_entropy(x.detach(), weight, target), weight)
+    assert dweight.dtype == torch.float32
+    assert not torch.equal(dweight, dweight.bfloat16().float())
+
+
+def test_widths_that_do_not_fit_are_refused_in_words():
+    x, weight, target = _inputs()
+    with pytest.raises(om.ArgumentError) as error:
+        om.linear_cross_entropy(x, weight[:, :-1], target)
+    assert str(error.value) == "linear_cross_entropy: weight must be of shape [40, 16] ([V, H], H the last dimension of x); got shape [40, 15]. Check that both come from the same layer."
+    with pytest.raises(om.ArgumentError, match=r"linear_cross_entropy: bias must be of shape \[40\] \(one value a row of weight\); got shape \[39\]"):
+        om.linear_cross_entropy(x, weight, target, bias=torch.zeros(39))
+    with pytest.raises(om.ArgumentError, match=r"linear_cross_entropy: target must be of shape \[12\] \(x without its last dimension\); got shape \[11\]"):
+        om.linear_cross_entropy(x, weight, target[:-1])
