@@ -199,6 +199,20 @@ def store_dtype(x: torch.Tensor) -> torch.dtype:
     return x.dtype
 
 
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)`, also where one tensor is passed twice: Dynamo refuses that, so while tracing the second becomes a view."""
+    if torch.compiler.is_compiling():
+        seen: list[torch.Tensor] = []
+        fresh = []
+        for a in args:
+            twice = isinstance(a, torch.Tensor) and any(a is s for s in seen)
+            fresh.append(a.view_as(a) if twice else a)
+            if isinstance(a, torch.Tensor):
+                seen.append(a)
+        args = tuple(fresh)
+    return function.apply(*args)
+
+
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd must record a call on these."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -209,4 +223,4 @@ def absent(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     return x.new_empty((0,), dtype=dtype or x.dtype)
 
 
-__all__ = ["Operator", "absent", "choice_name", "define", "dtype_name", "needs_grad", "store_dtype"]
+__all__ = ["Operator", "absent", "apply", "choice_name", "define", "dtype_name", "needs_grad", "store_dtype"]

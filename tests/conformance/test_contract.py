@@ -69,6 +69,15 @@ def test_compiled_without_graph_breaks_it_gives_the_same_bits(name, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(catalog.operators()))
+def test_one_tensor_passed_as_several_inputs_gets_the_sum_of_their_gradients(name):
+    operator = catalog.operators()[name]
+    first = {case.fn: case for case in reversed(operator.file("problem").CASES)}
+    for case in first.values():
+        assert conformance.check_shared(operator, case, first_dtype(case)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(catalog.operators()))
 def test_compiled_by_inductor_it_gives_the_same_bits(name):
     operator = catalog.operators()[name]
     case = operator.file("problem").CASES[0]

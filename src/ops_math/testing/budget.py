@@ -26,7 +26,8 @@ FACTOR_WIDE = {"max": 4.0, "l2": 4.0, "gain": 4.0, "rows": 4.0}
 FACTOR_FEW = 4.0  # outputs with too few elements for an average
 FEW = 64
 ROW = 16  # shortest row that is worth a statistic of its own
-TINY = 1e-300
+# Stands for the size of an oracle that is zero throughout (a gradient that cancels exactly): the error is then held to eager's own.
+TINY = 1e-30
 
 
 class Broken(NamedTuple):
@@ -55,12 +56,12 @@ def statistics(y: torch.Tensor, r: torch.Tensor) -> dict[str, float]:
     top = e.abs().max().item() / max(r.abs().max().item(), TINY)
     if r.numel() < FEW:
         return {"max": top}
-    power = max(r.square().sum().item(), TINY)
+    power = max(r.square().sum().item(), TINY**2)
     found = {"max": top, "l2": e.norm().item() / math.sqrt(power), "gain": abs((e * r).sum().item()) / power}
     if _has_rows(r):
         e_MN, r_MN = e.reshape(-1, r.shape[-1]), r.reshape(-1, r.shape[-1])
         power_M = r_MN.square().sum(1)
-        ratio_M = (e_MN * r_MN).sum(1) / (power_M + 0.05 * power_M.mean() + TINY)
+        ratio_M = (e_MN * r_MN).sum(1) / (power_M + 0.05 * power_M.mean() + TINY**2)
         found["rows"] = ratio_M.square().mean().sqrt().item()
     return found
 
@@ -71,7 +72,7 @@ def _has_rows(r: torch.Tensor) -> bool:
 
 def _spread(v: torch.Tensor) -> torch.Tensor:
     """1 / sqrt of the effective number of terms in <v, v>: how well independent roundings average out."""
-    return v.pow(4).sum(-1).sqrt() / v.square().sum(-1).clamp_min(TINY)
+    return v.pow(4).sum(-1).sqrt() / v.square().sum(-1).clamp_min(TINY**2)
 
 
 def floors(r: torch.Tensor, dtype: torch.dtype) -> dict[str, float]:

@@ -274,6 +274,42 @@ def check_compiled(operator: Operator, case: Case, dtype: str, device: str = "cp
     return _same(usual, run(compiled, call, case.frozen, rounded=DTYPE_OF[dtype]), f"{case.name}: compiled by {backend}")
 
 
+def check_shared(operator: Operator, case: Case, dtype: str, device: str = "cpu") -> list[str]:
+    """One tensor passed as several inputs gets the sum of their gradients, in eager mode and compiled."""
+    call = case.make(Draw(1, dtype, device))
+    same = [
+        i
+        for i, v in enumerate(call.args)
+        if is_floating(v) and i not in case.frozen and v.shape == call.args[0].shape and v.dtype == call.args[0].dtype
+    ]
+    if len(same) < 2 or 0 in case.frozen:
+        return []
+
+    def shared(x: torch.Tensor, *rest: Any) -> Any:
+        return operator.public[case.fn](*[x if i in same else rest[i - 1] for i in range(len(call.args))], **call.kwargs)
+
+    once = run(shared, Call(call.args, {}), tuple(range(1, len(call.args))), rounded=DTYPE_OF[dtype])
+    apart = run(
+        operator.public[case.fn],
+        Call(tuple(call.args[0] if i in same else a for i, a in enumerate(call.args)), call.kwargs),
+        tuple(k for k in case.frozen if isinstance(k, str)) + tuple(i for i in range(len(call.args)) if i not in same),
+        rounded=DTYPE_OF[dtype],
+    )
+    total = sum(g.double() for g in apart.values[apart.num_outputs :])
+    gap = (once.values[-1].double() - total).abs().max().item() if total.numel() else 0.0
+    limit = 8 * UNIT[DTYPE_OF[dtype]] * _largest(apart)
+    found = [] if gap <= limit else [f"{case.name}: one tensor for all of {same}: its gradient differs from the sum by {gap:.3g}"]
+    torch._dynamo.reset()
+    compiled = run(
+        torch.compile(shared, fullgraph=True, backend="aot_eager"),
+        Call(call.args, {}),
+        tuple(range(1, len(call.args))),
+        rounded=DTYPE_OF[dtype],
+    )
+    gap, name = _worst(once, compiled)  # autograd may add three gradients in another order
+    return found + ([] if gap <= limit else [f"{case.name}: one tensor for all of {same}, compiled: {name} differs by {gap:.3g}"])
+
+
 def surviving_faults(
     operator: Operator, dtype: str, faults: tuple[Fault, ...] = FAULTS, implementation: str = "eager", device: str = "cpu"
 ) -> tuple[list[str], list[str]]:

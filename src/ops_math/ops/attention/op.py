@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
-from ops_math.dispatch import absent, define, needs_grad, store_dtype
+from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
 from ops_math.ops.attention import plain
 from ops_math.ops.attention.problem import AttentionProblem
 from ops_math.rng import Rng, state_for
@@ -328,7 +328,7 @@ def attention(
     extra = _extra("attention", q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, dropout_p, rng)
     grad = needs_grad(q, k, v)
     q, k, v = _cast(q), _cast(k), _cast(v)
-    out, lse = _Attention.apply(q, k, v, *extra, *rule) if grad else OP.fwd(q, k, v, *extra, *rule)
+    out, lse = apply(_Attention, q, k, v, *extra, *rule) if grad else OP.fwd(q, k, v, *extra, *rule)
     return (out, lse) if return_lse else out
 
 
@@ -406,7 +406,7 @@ def attention_qkv(
     rule = _rule(op, q.shape[-1], causal, scale, window, softcap, max_seqlen_q, max_seqlen_k, dropout_p)
     extra = _extra(op, q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, dropout_p, rng)
     if needs_grad(qkv):
-        out, lse = _AttentionQKV.apply(_cast(qkv), num_heads, kv_heads, *extra, *rule)
+        out, lse = apply(_AttentionQKV, _cast(qkv), num_heads, kv_heads, *extra, *rule)
     else:
         out, lse = OP.fwd(*_views(_cast(qkv), num_heads, kv_heads), *extra, *rule)
     return (out, lse) if return_lse else out

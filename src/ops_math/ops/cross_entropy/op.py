@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
-from ops_math.dispatch import absent, define, needs_grad
+from ops_math.dispatch import absent, apply, define, needs_grad
 from ops_math.ops.cross_entropy import plain
 from ops_math.ops.cross_entropy.problem import CrossEntropyProblem
 from ops_math.spec import compute_dtype, product
@@ -152,7 +152,7 @@ def cross_entropy(
         )  # fmt: skip
     options = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0), reduction)
     if needs_grad(logits):
-        return _CrossEntropy.apply(logits, target, class_weight, num_tokens, options)
+        return apply(_CrossEntropy, logits, target, class_weight, num_tokens, options)
     return OP.fwd(logits, target, class_weight, num_tokens, *options)[0]
 
 

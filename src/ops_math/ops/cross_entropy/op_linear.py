@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
-from ops_math.dispatch import absent, define, needs_grad, store_dtype
+from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
 from ops_math.ops.cross_entropy import plain_linear
 from ops_math.ops.cross_entropy.op import check_options
 from ops_math.ops.cross_entropy.problem_linear import LinearCrossEntropyProblem
@@ -167,7 +167,7 @@ def linear_cross_entropy(
     options = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0), reduction)
     store = store_dtype(x)
     if needs_grad(x, weight, bias):
-        return _LinearCrossEntropy.apply(x, weight, target, bias, class_weight, num_tokens, options, store, recompute)
+        return apply(_LinearCrossEntropy, x, weight, target, bias, class_weight, num_tokens, options, store, recompute)
     return OP.fwd(x, weight, target, bias, class_weight, num_tokens, *options, store, False, False, False)[0]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
-from ops_math.dispatch import define, needs_grad
+from ops_math.dispatch import apply, define, needs_grad
 from ops_math.ops.dropout import plain
 from ops_math.ops.dropout.problem import DropoutProblem
 from ops_math.rng import Rng, state_for
@@ -83,7 +83,7 @@ def dropout(x: torch.Tensor, p: float, *, rng: Rng | None = None) -> torch.Tenso
         return x
     state = state_for("dropout", rng, x.device)
     if needs_grad(x):
-        return _Dropout.apply(x, state, p)
+        return apply(_Dropout, x, state, p)
     return OP.fwd(x, state, p)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
-from ops_math.dispatch import absent, define, needs_grad, store_dtype
+from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
 from ops_math.ops.gelu import plain
 from ops_math.ops.gelu.problem import GeluProblem
 from ops_math.spec import dtype_name as name_of
@@ -93,7 +93,7 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None = None, *, approximate: str 
         return plain.gelu(x, bias, approximate=approximate)
     out = store_dtype(x)
     if needs_grad(x, bias):
-        return _Gelu.apply(x, bias, approximate, out)
+        return apply(_Gelu, x, bias, approximate, out)
     return OP.fwd(x, bias, approximate, out)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
-from ops_math.dispatch import absent, define, needs_grad, store_dtype
+from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
 from ops_math.ops.glu import plain
 from ops_math.ops.glu.problem import GluProblem
 from ops_math.spec import dtype_name as name_of
@@ -75,7 +75,7 @@ class _Glu(torch.autograd.Function):
 def _run(gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str) -> torch.Tensor:
     out = store_dtype(gate) if up is None else torch.promote_types(store_dtype(gate), store_dtype(up))
     if needs_grad(gate, up):
-        return _Glu.apply(gate, up, activation, packing, out)
+        return apply(_Glu, gate, up, activation, packing, out)
     return OP.fwd(gate, up, activation, packing, out)
 
 

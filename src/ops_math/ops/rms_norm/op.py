@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
-from ops_math.dispatch import absent, define, needs_grad, store_dtype
+from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
 from ops_math.ops.rms_norm import plain
 from ops_math.ops.rms_norm.problem import RmsNormProblem
 from ops_math.spec import compute_dtype, product
@@ -129,7 +129,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float 
         return plain.rms_norm(x, weight, eps=eps, weight_offset=weight_offset)
     out = store_dtype(x)
     if needs_grad(x, weight):
-        return _RmsNorm.apply(x, weight, eps, weight_offset, out)
+        return apply(_RmsNorm, x, weight, eps, weight_offset, out)
     return OP.fwd(x, None, weight, eps, weight_offset, out)[0]
 
 
@@ -163,7 +163,7 @@ def add_rms_norm(
         return plain.add_rms_norm(x, residual, weight, eps=eps, weight_offset=weight_offset)
     out = store_dtype(x)
     if needs_grad(x, residual, weight):
-        return _AddRmsNorm.apply(x, residual, weight, eps, weight_offset, out)
+        return apply(_AddRmsNorm, x, residual, weight, eps, weight_offset, out)
     y, total, _ = OP.fwd(x, residual, weight, eps, weight_offset, out)
     return y, total
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ops_math.spec import compute_dtype
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float = 1e-6, weight_offset: float = 0.0) -> torch.Tensor:
     """`F.rms_norm`, with the offset added to the weight first."""
     if weight is not None and weight_offset:
-        weight = weight.float() + weight_offset
+        weight = weight.to(compute_dtype(weight.dtype)) + weight_offset
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
-from ops_math.dispatch import absent, define, needs_grad, store_dtype
+from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
 from ops_math.ops.rope import plain
 from ops_math.ops.rope.problem import RopeProblem
 from ops_math.spec import dtype_name as name_of
@@ -184,7 +184,7 @@ def rope(
         return plain.rope(q, k, cos, sin, interleaved=interleaved, position_ids=position_ids, rotary_dim=width)
     out = store_dtype(q)
     if needs_grad(q, k):
-        return _Rope.apply(q, k, cos, sin, position_ids, width, interleaved, out)
+        return apply(_Rope, q, k, cos, sin, position_ids, width, interleaved, out)
     return _apply(q, k, cos, sin, position_ids, width, interleaved, out)  # type: ignore[return-value]
 
 
@@ -233,7 +233,7 @@ def rope_qkv(
         return plain.rope_qkv(qkv, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads, interleaved=interleaved, position_ids=position_ids, rotary_dim=width)
     out = store_dtype(qkv)
     if needs_grad(qkv):
-        return _RopeQkv.apply(qkv, cos, sin, position_ids, num_heads, num_kv_heads, width, interleaved, out)
+        return apply(_RopeQkv, qkv, cos, sin, position_ids, num_heads, num_kv_heads, width, interleaved, out)
     return _apply_packed(OP.fwd, qkv, cos, sin, position_ids, num_heads, num_kv_heads, width, interleaved, out)
 
 
