@@ -60,6 +60,7 @@ class Data:
             got = f"{len(train):,} and {len(held_out):,} held out, from {source}"
             checks.fail(COMMAND, "--data", needs, got, "Give more text, or lower --batch or --seq.")
         self.windows = (len(train) - 1) // config.seq
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
 
     @property
     def digest(self) -> str:
@@ -83,8 +84,10 @@ class Data:
 
     def _window(self, number: int) -> Tensor:
         epoch, place = divmod(number, self.windows)
-        order = torch.randperm(self.windows, generator=generator(self.config.seed, f"order/{epoch}"))
-        start = int(order[place]) * self.config.seq
+        if epoch != self._epoch:
+            self._order = torch.randperm(self.windows, generator=generator(self.config.seed, f"order/{epoch}"))
+            self._epoch = epoch
+        start = int(self._order[place]) * self.config.seq
         return self.train[start : start + self.config.seq + 1]
 
     def _batch(self, rows: Tensor, purpose: str) -> Batch:

@@ -1,1 +1,1 @@
-"""Gated linear units: an activation of one input times another, the two given apart or packed in one tensor."""
+"""Gated linear units, an activation of one input times another, given apart or packed; and GELU alone or fused with a bias."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ops_math import features
-from ops_math.ops.gelu.problem import GeluProblem
+from ops_math.ops.glu.problem_gelu import GeluProblem
 from ops_math.spec import Device
 
 KINDS = ("cpu", "cuda", "hip")

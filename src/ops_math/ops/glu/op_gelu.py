@@ -9,8 +9,8 @@ from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
 from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
-from ops_math.ops.gelu import plain
-from ops_math.ops.gelu.problem import GeluProblem
+from ops_math.ops.glu import plain_gelu
+from ops_math.ops.glu.problem_gelu import GeluProblem
 from ops_math.spec import dtype_name as name_of
 from ops_math.spec import product
 
@@ -42,6 +42,7 @@ OP = define(
     problem_fwd=_problem_fwd,
     problem_bwd=_problem_bwd,
     implementations=("triton_gpu", "vendor", "eager"),
+    variant="_gelu",
 )
 
 
@@ -90,7 +91,7 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None = None, *, approximate: str 
         checks.shape("gelu", "bias", bias, x.shape[-1:], "the last dimension of x")
         checks.same_device("gelu", "x", x, bias=bias)
     if not settings.active():
-        return plain.gelu(x, bias, approximate=approximate)
+        return plain_gelu.gelu(x, bias, approximate=approximate)
     out = store_dtype(x)
     if needs_grad(x, bias):
         return apply(_Gelu, x, bias, approximate, out)

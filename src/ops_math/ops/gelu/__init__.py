@@ -1,1 +1,0 @@
-"""Gaussian error linear unit, alone or fused with the bias before it."""
