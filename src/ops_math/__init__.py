@@ -9,10 +9,11 @@ from ops_math.ops.attention.op import attention, attention_qkv
 from ops_math.ops.cross_entropy.op import cross_entropy
 from ops_math.ops.cross_entropy.op_linear import linear_cross_entropy
 from ops_math.ops.dropout.op import dropout
-from ops_math.ops.gelu.op import gelu
 from ops_math.ops.glu.op import geglu, geglu_packed, swiglu, swiglu_packed
+from ops_math.ops.glu.op_gelu import gelu
 from ops_math.ops.rms_norm.op import add_rms_norm, rms_norm
 from ops_math.ops.rope.op import rope, rope_qkv
+from ops_math.ops.softmax.op import softmax
 from ops_math.rng import Rng
 from ops_math.settings import checked, determinism, enabled, force, precision
 from ops_math.stats import reset_stats, stats
@@ -40,6 +41,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_qkv",
+    "softmax",
     "stats",
     "swiglu",
     "swiglu_packed",

@@ -13,11 +13,12 @@ CATALOG: tuple[tuple[str, str], ...] = (
     ("cross_entropy", "ops_math.ops.cross_entropy.op"),
     ("linear_cross_entropy", "ops_math.ops.cross_entropy.op_linear"),
     ("rms_norm", "ops_math.ops.rms_norm.op"),
+    ("softmax", "ops_math.ops.softmax.op"),
     ("dropout", "ops_math.ops.dropout.op"),
     ("attention", "ops_math.ops.attention.op"),
     ("rope", "ops_math.ops.rope.op"),
     ("glu", "ops_math.ops.glu.op"),
-    ("gelu", "ops_math.ops.gelu.op"),
+    ("gelu", "ops_math.ops.glu.op_gelu"),
 )
 
 

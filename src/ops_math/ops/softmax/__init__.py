@@ -1,0 +1,1 @@
+"""Softmax along one dimension."""

@@ -1,0 +1,151 @@
+"""Triton kernels for NVIDIA and AMD GPUs.
+
+A row lies in registers when it fits (16,384 columns); wider rows are read twice, the second time for the most part from the L2 cache.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ops_math.backends.launch import launch
+from ops_math.layout import as_rows
+from ops_math.ops.softmax.problem import SoftmaxProblem
+from ops_math.spec import DTYPE_OF, Device
+
+WIDEST = 16384  # columns held in registers: 32 warps x 32 lanes x 16 values
+WIDE_BLOCK = 4096
+
+
+class Config(NamedTuple):
+    """Rows a tile, columns a tile, warps."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+
+
+def supports(p: SoftmaxProblem, device: Device, phase: str) -> str | None:
+    """fp64 has no kernel; everything else does."""
+    return "has no fp64 kernel" if "fp64" in (p.x, p.out) else None
+
+
+def configs(p: SoftmaxProblem, device: Device, phase: str) -> tuple[Config, ...]:
+    """Tiles of whole rows; 16 values a thread first, then 32 and 8, and more rows a tile for narrow ones."""
+    lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
+    if p.cols > WIDEST:
+        return tuple(Config(1, WIDE_BLOCK, num_warps) for num_warps in (8, 16, 4))
+    block_n = triton.next_power_of_2(max(p.cols, 1))
+    found: list[Config] = []
+    for values, tile in ((16, 2048), (16, 4096), (32, 2048), (8, 2048), (16, 1024)):
+        block_m = max(1, min(tile // block_n, 32))
+        num_warps = min(max(block_m * block_n // (values * lanes), 1), most_warps)
+        config = Config(block_m, block_n, num_warps)
+        if config not in found and block_m * block_n <= 32 * num_warps * lanes:
+            found.append(config)
+    return tuple(found)
+
+
+@triton.jit
+def _fwd_kernel(
+    x_ptr, y_ptr, num_rows, num_cols, x_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+
+    x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=float("-inf")).to(tl.float32)
+
+    x -= tl.max(x, 1)[:, None]
+    e = tl.exp(x)
+    y = e * (1.0 / tl.sum(e, 1))[:, None]
+
+    tl.store(y_ptr + rows[:, None] * num_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _fwd_wide_kernel(
+    x_ptr, y_ptr, num_rows, num_cols, x_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    tops = tl.full([BLOCK_N], float("-inf"), tl.float32)
+    sums = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, num_cols, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < num_cols, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(tops, x)
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # a lane that has seen only -inf holds a sum of 0, not NaN
+        sums = sums * tl.exp(tops - shift) + tl.exp(x - shift)
+        tops = higher
+    top = tl.max(tops, 0)
+    total = tl.sum(sums * tl.exp(tops - top), 0)
+    scale = 1.0 / total
+    for start in range(0, num_cols, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < num_cols, other=float("-inf")).to(tl.float32)
+        tl.store(y_ptr + row * num_cols + cols, (tl.exp(x - top) * scale).to(y_ptr.dtype.element_ty), mask=cols < num_cols)
+
+
+@triton.jit
+def _bwd_kernel(
+    dy_ptr, y_ptr, dx_ptr, num_rows, num_cols, dy_stride, y_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+
+    y = tl.load(y_ptr + rows[:, None] * y_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+
+    dx = y * (dy - tl.sum(y * dy, 1)[:, None])
+
+    tl.store(dx_ptr + rows[:, None] * num_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bwd_wide_kernel(
+    dy_ptr, y_ptr, dx_ptr, num_rows, num_cols, dy_stride, y_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    dots = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, num_cols, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        y = tl.load(y_ptr + row * y_stride + cols, mask=cols < num_cols, other=0.0).to(tl.float32)
+        dots += y * tl.load(dy_ptr + row * dy_stride + cols, mask=cols < num_cols, other=0.0).to(tl.float32)
+    dot = tl.sum(dots, 0)
+    for start in range(0, num_cols, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        y = tl.load(y_ptr + row * y_stride + cols, mask=cols < num_cols, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < num_cols, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row * num_cols + cols, (y * (dy - dot)).to(dx_ptr.dtype.element_ty), mask=cols < num_cols)
+
+
+def launch_fwd(p: SoftmaxProblem, config: Config, x: torch.Tensor) -> torch.Tensor:
+    """y."""
+    y = torch.empty(x.shape, dtype=DTYPE_OF[p.out], device=x.device)
+    x_MN = as_rows(x)
+    launch(
+        _fwd_kernel if p.cols <= WIDEST else _fwd_wide_kernel, (triton.cdiv(p.rows, config.block_m) if p.cols else 0,),
+        x_MN, y, p.rows, p.cols, x_MN.stride(0),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
+    )  # fmt: skip
+    return y
+
+
+def launch_bwd(p: SoftmaxProblem, config: Config, dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """dx."""
+    dx = torch.empty(y.shape, dtype=DTYPE_OF[p.x], device=y.device)
+    dy_MN, y_MN = as_rows(dy), as_rows(y)
+    launch(
+        _bwd_kernel if p.cols <= WIDEST else _bwd_wide_kernel, (triton.cdiv(p.rows, config.block_m) if p.cols else 0,),
+        dy_MN, y_MN, dx, p.rows, p.cols, dy_MN.stride(0), y_MN.stride(0),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
+    )  # fmt: skip
+    return dx
