@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ops_math import __version__, checks
-from ops_math.cli.train.config import COMMAND, TrainConfig
+from ops_math.cli.train.config import COMMAND
 from ops_math.cli.train.engine import Run
 
 FILE_NAME = "checkpoint.safetensors"
@@ -32,6 +32,7 @@ class State(NamedTuple):
 
     Attributes:
         step: steps done; the next one has this number, which is also the position in the data.
+        starts: steps at which a process began to train.
         config: the run's configuration.
         data_digest: hash of the tokens.
         data_path: the `--data` argument, absolute, or None for the built-in text.
@@ -41,6 +42,7 @@ class State(NamedTuple):
     """
 
     step: int
+    starts: list[int]
     config: dict[str, Any]
     data_digest: str
     data_path: str | None
@@ -49,14 +51,9 @@ class State(NamedTuple):
     versions: dict[str, str]
 
 
-def describe(step: int, config: TrainConfig, data_digest: str, data_path: Path | None, runs: dict[str, Run], unavailable: dict[str, str]) -> State:
-    """The state of runs after `step` steps."""
-    records = {
-        name: {"losses": run.losses, "step_times": run.step_times, "scaler": run.scaler.state_dict()} for name, run in runs.items()
-    }
-    versions = {"ops_math": __version__, "torch": torch.__version__}
-    path = None if data_path is None else str(data_path.resolve())
-    return State(step, config.to_json(), data_digest, path, records, unavailable, versions)
+def versions() -> dict[str, str]:
+    """Versions that a checkpoint notes."""
+    return {"ops_math": __version__, "torch": torch.__version__}
 
 
 def write(path: Path, state: State, runs: dict[str, Run]) -> None:
@@ -133,6 +130,17 @@ def read_state(path: Path, otherwise: str = "it is left as it is") -> State:
     return State(**fields)
 
 
+def check_unfinished(path: Path, state: State) -> None:
+    """There is something left to do.
+
+    Raises:
+        ArgumentError: when every step was made.
+    """
+    if state.step >= state.config["steps"]:
+        got = f"{path}, which has made all of its {state.step} steps"
+        checks.fail(COMMAND, "--resume", "a run that was stopped", got, "Start a new run; the learning rate of this one has ended.")
+
+
 def restore(path: Path, state: State, runs: dict[str, Run]) -> None:
     """Put weights, optimizer, scaler, history and generators back to where they were.
 
@@ -150,7 +158,4 @@ def restore(path: Path, state: State, runs: dict[str, Run]) -> None:
             torch.cuda.set_rng_state(file.get_tensor(RNG_CUDA))
     for name, run in runs.items():
         run.load_tensors(tensors[name], str(path))
-        record = state.runs[name]
-        run.losses, run.step_times = list(record["losses"]), list(record["step_times"])
-        if run.scaler.is_enabled():
-            run.scaler.load_state_dict(record["scaler"])
+        run.load_history(state.runs[name])

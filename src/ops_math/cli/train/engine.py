@@ -158,6 +158,16 @@ class Run:
             if state:
                 self.optimizer.state[parameter] = state
 
+    def history(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides tensors, as plain values."""
+        return {"losses": self.losses, "step_times": self.step_times, "scaler": self.scaler.state_dict()}
+
+    def load_history(self, history: dict[str, Any]) -> None:
+        """Take what `history` gave."""
+        self.losses, self.step_times = list(history["losses"]), list(history["step_times"])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(history["scaler"])
+
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.named_parameters()
         persistent = self.model.state_dict(keep_vars=True).keys()

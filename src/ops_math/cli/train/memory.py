@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ops_math import settings
 from ops_math.cli.train import variants
 from ops_math.cli.train.config import TrainConfig
 from ops_math.cli.train.data import Batch
@@ -167,8 +168,9 @@ def main(spec_path: str, result_path: str) -> None:
     """Measure what the specification says and write the result."""
     spec = json.loads(Path(spec_path).read_text())
     config = TrainConfig(**spec["config"])
+    settings.precision(config.precision)
     batch = Batch(**load_file(Path(spec_path).with_name("batch.safetensors"))).to(config.torch_device)
-    measurement = measure(variants.make(spec["variant"], config), batch)
+    measurement = measure(variants.make(spec["variant"], config)[0], batch)
     Path(result_path).write_text(json.dumps(dataclasses.asdict(measurement)))
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ops_math import checks
 from ops_math.cli.train import checkpoint, variants
 from ops_math.cli.train.checkpoint import State
-from ops_math.cli.train.config import COMPILED, PLAIN, TrainConfig
+from ops_math.cli.train.config import COMMAND, COMPILED, PLAIN, TrainConfig
 from ops_math.cli.train.data import Data, generator
 from ops_math.cli.train.engine import Run
 
@@ -24,6 +25,8 @@ class Session:
         runs: by variant, in the order in which they are shown; one that turns out to be impossible is dropped.
         unavailable: the reasons of those that were dropped.
         step: steps done.
+        adopted: what ops-math replaced in its run's model, in words.
+        starts: the steps at which a process began to train; the first few after each are not timed.
     """
 
     def __init__(self, config: TrainConfig, data: Data, data_path: Path | None = None) -> None:
@@ -31,9 +34,12 @@ class Session:
         self.runs: dict[str, Run] = {}
         self.unavailable: dict[str, str] = {}
         self.step = 0
+        self.starts: list[int] = [0]
+        self.adopted: list[str] = []
         for name in config.variants:
             try:
-                self.runs[name] = variants.make(name, config)
+                self.runs[name], adopted = variants.make(name, config)
+                self.adopted.extend(adopted)
             except variants.Unavailable as error:
                 self.unavailable[name] = str(error)
 
@@ -67,16 +73,34 @@ class Session:
 
     def save(self, path: Path) -> None:
         """Write a checkpoint of all runs."""
-        state = checkpoint.describe(self.step, self.config, self.data.digest, self.data_path, self.runs, self.unavailable)
+        state = State(
+            step=self.step,
+            starts=self.starts,
+            config=self.config.to_json(),
+            data_digest=self.data.digest,
+            data_path=None if self.data_path is None else str(self.data_path.resolve()),
+            runs={name: run.history() for name, run in self.runs.items()},
+            unavailable=self.unavailable,
+            versions=checkpoint.versions(),
+        )
         checkpoint.write(path, state, self.runs)
 
     def resume(self, path: Path, state: State) -> None:
-        """Continue where a checkpoint stopped; its configuration must be this session's."""
+        """Continue where a checkpoint stopped; its configuration must be this session's.
+
+        Raises:
+            ArgumentError: when the text is another than the one the checkpoint was trained on.
+            UnsupportedError: when the weights do not fit.
+        """
+        if state.data_digest != self.data.digest:
+            needs, got = f"the text of {path} (tokens {state.data_digest})", f"{self.data.source} (tokens {self.data.digest})"
+            checks.fail(COMMAND, "--data", needs, got, "Give the text that the run began with.")
         self.unavailable.update(state.unavailable)
         for name in state.unavailable:
             self.runs.pop(name, None)
         checkpoint.restore(path, state, self.runs)
         self.step = state.step
+        self.starts = [*state.starts, state.step]
 
 
 def noise_floor(config: TrainConfig, data: Data, finished: Callable[[], None], stop: Callable[[], bool]) -> list[float]:

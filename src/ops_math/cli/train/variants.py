@@ -24,18 +24,17 @@ def weights(config: TrainConfig) -> nn.Module:
     return build(config.model, seed=seed_of(config.seed, "weights"), device=config.torch_device).train()
 
 
-def make(name: str, config: TrainConfig) -> Run:
-    """A run of one variant, from the initial weights.
+def make(name: str, config: TrainConfig) -> tuple[Run, list[str]]:
+    """A run of one variant, from the initial weights, and what was replaced in its model.
 
     Raises:
         Unavailable: for a compiled run where nothing can compile.
     """
     model = weights(config)
     if name == COMPILED:
-        return Run(name, model, compiled(model, config), config)
-    if name == OPS_MATH:
-        adopt(model)
-    return Run(name, model, model, config)
+        return Run(name, model, compiled(model, config), config), []
+    adopted = [str(row) for row in adopt(model).report] if name == OPS_MATH else []
+    return Run(name, model, model, config), adopted
 
 
 def compiled(model: nn.Module, config: TrainConfig) -> Any:
