@@ -191,7 +191,8 @@ def _both(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], leave
 def describe(row: dict[str, Any]) -> str:
     """A result row in one line."""
     rate = f"{row['tflops']:8.1f} TFLOP/s" if "tflops" in row else f"{row['gbs']:8.1f} GB/s share {row['share']:.2f}"
-    return f"{row['op']:21s} {row['shape']:30s} {row['phase']} {row['variant']:12s} {row['kernel_us']:10.1f} us {rate} host {row['host_us']:.0f} us"
+    what = f"{row['op']:21s} {row['shape']:30s} {row['phase']} {row['variant']:12s}"
+    return f"{what} {row['kernel_us']:10.1f} us {rate} host {row['host_us']:.0f} us"
 
 
 def main() -> None:
