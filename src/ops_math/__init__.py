@@ -4,6 +4,8 @@ Importing this package registers operators with PyTorch and does nothing else: n
 """
 
 from ops_math._version import __version__
+from ops_math.blocks.recognise import PartReport, part_of
+from ops_math.blocks.residual import Unsummed, residual_attention, residual_mlp, residual_norm
 from ops_math.checks import ArgumentError, UnsupportedError
 from ops_math.ops.attention.op import attention, attention_qkv
 from ops_math.ops.cross_entropy.op import cross_entropy
@@ -15,12 +17,15 @@ from ops_math.ops.rms_norm.op import add_rms_norm, rms_norm
 from ops_math.ops.rope.op import rope, rope_qkv
 from ops_math.ops.softmax.op import softmax
 from ops_math.rng import Rng
+from ops_math.settings import active as is_enabled
 from ops_math.settings import checked, determinism, enabled, force, precision
 from ops_math.stats import reset_stats, stats
 
 __all__ = [
     "ArgumentError",
+    "PartReport",
     "Rng",
+    "Unsummed",
     "UnsupportedError",
     "__version__",
     "add_rms_norm",
@@ -35,9 +40,14 @@ __all__ = [
     "geglu",
     "geglu_packed",
     "gelu",
+    "is_enabled",
     "linear_cross_entropy",
+    "part_of",
     "precision",
     "reset_stats",
+    "residual_attention",
+    "residual_mlp",
+    "residual_norm",
     "rms_norm",
     "rope",
     "rope_qkv",

@@ -1,0 +1,63 @@
+"""What a block reads from a norm it knows, and that norm alone or fused with the residual sum before it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ops_math.blocks import recognise
+from ops_math.ops.dropout.op import dropout
+from ops_math.ops.rms_norm.op import add_rms_norm, rms_norm
+from ops_math.rng import Rng
+from ops_math.spec import compute_dtype
+
+KINDS = ("rms_norm", "layer_norm")
+
+
+class Norm(NamedTuple):
+    """What is read from a norm."""
+
+    kind: str
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    eps: float
+    weight_offset: float = 0.0
+
+
+def read(module: Any, x: torch.Tensor) -> Norm | str:
+    """The values of a norm over the last dimension of `x`, or why it is not one that is known."""
+    if not recognise.sound(module, KINDS):
+        return recognise.why_not(module, KINDS)
+    held, own = module.__dict__["_parameters"], module.__dict__.get
+    shape = own("normalized_shape")
+    if shape is not None and tuple(shape) != (x.shape[-1],):
+        return f"it normalises over {tuple(shape)}, not over the last dimension alone"
+    eps = own("variance_epsilon", own("eps"))
+    if eps is None:
+        eps = torch.finfo(compute_dtype(x.dtype)).eps  # as F.rms_norm takes it
+    kind = recognise.kind_of(module).kind  # type: ignore[union-attr]
+    return Norm(kind, held.get("weight"), held.get("bias"), eps, own("weight_offset", 0.0))
+
+
+def normalise(norm: Norm, x: torch.Tensor) -> torch.Tensor:
+    """norm(x)."""
+    if norm.kind == "rms_norm":
+        return rms_norm(x, norm.weight, eps=norm.eps, weight_offset=norm.weight_offset)
+    from ops_math.ops.layer_norm.op import layer_norm
+
+    return layer_norm(x, norm.weight, norm.bias, eps=norm.eps)
+
+
+def add_and_normalise(
+    norm: Norm, branch: torch.Tensor, x: torch.Tensor, dropout_p: float, rng: Rng | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(s, norm(s)) with s = x + dropout(branch)."""
+    if norm.kind == "rms_norm":
+        branch = dropout(branch, dropout_p, rng=rng) if dropout_p else branch
+        y, total = add_rms_norm(branch, x, norm.weight, eps=norm.eps, weight_offset=norm.weight_offset)
+    else:
+        from ops_math.ops.layer_norm.op import add_layer_norm
+
+        y, total = add_layer_norm(branch, x, norm.weight, norm.bias, eps=norm.eps, dropout_p=dropout_p, rng=rng)
+    return total, y

@@ -1,0 +1,179 @@
+"""Matrix products of a block, with only what the backward needs kept, once.
+
+M rows, K input width, N output width. Products that share an input save it once and sum its gradient in the products themselves.
+The activation of an MLP is not saved: the backward computes it again together with its gradient, in one pass over its inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from ops_math.dispatch import needs_grad, store_dtype
+from ops_math.ops.dropout.op import OP as DROPOUT
+from ops_math.ops.glu.op import OP as GLU
+from ops_math.ops.glu.op_gelu import OP as GELU
+
+Affine = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def product_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype to which autocast would bring the operands, or None where it is off."""
+    dtype = store_dtype(x)
+    return dtype if torch.is_autocast_enabled(x.device.type) else None
+
+
+def _as(t: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return t if dtype is None or t.dtype == dtype else t.to(dtype)
+
+
+def _as_optional(t: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
+    return None if t is None else _as(t, dtype)
+
+
+def _rows(t: torch.Tensor) -> torch.Tensor:
+    return t.reshape(-1, t.shape[-1])
+
+
+def _weight_grad(dy_MN: torch.Tensor, x_MK: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (dy_MN.t() @ x_MK).to(weight.dtype)
+
+
+def _bias_grad(dy_MN: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(bias.dtype, torch.float32)
+    return dy_MN.sum(0, dtype=wide).to(bias.dtype)
+
+
+class _Products(torch.autograd.Function):
+    """y_i = x w_i^T + b_i for several i; saves x and the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype | None, *affines: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        wide = _as(x, dtype)
+        ctx.save_for_backward(wide, *affines)
+        ctx.dtype, ctx.x_dtype = dtype, x.dtype
+        pairs = zip(affines[::2], affines[1::2], strict=True)
+        return tuple(F.linear(wide, _as(w, dtype), _as_optional(b, dtype)) for w, b in pairs)  # type: ignore[arg-type]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
+        x, *affines = ctx.saved_tensors
+        x_MK = _rows(x)
+        dx_MK = None
+        grads: list[torch.Tensor | None] = []
+        for i, dy in enumerate(dys):
+            weight, bias = affines[2 * i : 2 * i + 2]
+            dy_MN = _rows(dy)
+            grads.append(_weight_grad(dy_MN, x_MK, weight) if ctx.needs_input_grad[2 + 2 * i] else None)
+            grads.append(_bias_grad(dy_MN, bias) if ctx.needs_input_grad[3 + 2 * i] else None)
+            if ctx.needs_input_grad[0]:
+                w = _as(weight, ctx.dtype)
+                dx_MK = dy_MN @ w if dx_MK is None else dx_MK.addmm_(dy_MN, w)
+        dx = None if dx_MK is None else dx_MK.view(x.shape).to(ctx.x_dtype)
+        return dx, None, *grads
+
+
+def products(x: torch.Tensor, affines: tuple[Affine, ...]) -> tuple[torch.Tensor, ...]:
+    """The products of `x` [..., K] with several weights [N_i, K], biases added: [..., N_i] each."""
+    flat = [t for pair in affines for t in pair]
+    if needs_grad(x, *flat):
+        return _Products.apply(x, product_dtype(x), *flat)  # type: ignore[no-any-return]
+    return tuple(F.linear(x, w, b) for w, b in affines)
+
+
+class _GatedMlp(torch.autograd.Function):
+    """out = (act(x wg^T) * (x wu^T)) wd^T; saves x, gate and up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype | None, activation: str, *affines: torch.Tensor | None) -> torch.Tensor:
+        wg, bg, wu, bu, wd, bd = affines
+        wide = _as(x, dtype)
+        gate = F.linear(wide, _as(wg, dtype), _as_optional(bg, dtype))  # type: ignore[arg-type]
+        up = F.linear(wide, _as(wu, dtype), _as_optional(bu, dtype))  # type: ignore[arg-type]
+        ctx.save_for_backward(wide, gate, up, *affines)
+        ctx.dtype, ctx.x_dtype, ctx.activation = dtype, x.dtype, activation
+        return F.linear(GLU.fwd(gate, up, activation, "", gate.dtype), _as(wd, dtype), _as_optional(bd, dtype))  # type: ignore[arg-type]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, gate, up, wg, bg, wu, bu, wd, bd = ctx.saved_tensors
+        need_x, _, _, need_wg, need_bg, need_wu, need_bu, need_wd, need_bd = ctx.needs_input_grad
+        x_MK, dy_MN = _rows(x), _rows(dy)
+        dact = (dy_MN @ _as(wd, ctx.dtype)).view(gate.shape)
+        dgate, dup, act = GLU.bwd(dact, gate, up, ctx.activation, "", True, True, need_wd)
+        del dact
+        dgate, dup = _rows(dgate), _rows(dup)
+        dwd = _weight_grad(dy_MN, _rows(act), wd) if need_wd else None
+        dx = (dgate @ _as(wg, ctx.dtype)).addmm_(dup, _as(wu, ctx.dtype)).view(x.shape).to(ctx.x_dtype) if need_x else None
+        dwg = _weight_grad(dgate, x_MK, wg) if need_wg else None
+        dwu = _weight_grad(dup, x_MK, wu) if need_wu else None
+        dbg = _bias_grad(dgate, bg) if need_bg else None
+        dbu = _bias_grad(dup, bu) if need_bu else None
+        return dx, None, None, dwg, dbg, dwu, dbu, dwd, _bias_grad(dy_MN, bd) if need_bd else None
+
+
+def gated_mlp(x: torch.Tensor, gate: Affine, up: Affine, down: Affine, activation: str) -> torch.Tensor:
+    """`down(act(gate(x)) * up(x))` of `x` [..., K]; `activation` is silu, gelu or gelu_tanh."""
+    flat = (*gate, *up, *down)
+    if needs_grad(x, *flat):
+        return _GatedMlp.apply(x, product_dtype(x), activation, *flat)  # type: ignore[no-any-return]
+    g, u = F.linear(x, *gate), F.linear(x, *up)
+    return F.linear(GLU.fwd(g, u, activation, "", g.dtype), *down)
+
+
+def _dropped(act: torch.Tensor, state: torch.Tensor | None, p: float) -> torch.Tensor:
+    return act if state is None else DROPOUT.fwd(act, state, p)
+
+
+class _GeluMlp(torch.autograd.Function):
+    """out = dropout(gelu(x w1^T + b1)) w2^T + b2; saves x and the first product, without its bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        dtype: torch.dtype | None,
+        approximate: str,
+        state: torch.Tensor | None,
+        p: float,
+        *affines: torch.Tensor | None,
+    ) -> torch.Tensor:
+        w1, b1, w2, b2 = affines
+        wide = _as(x, dtype)
+        h = F.linear(wide, _as(w1, dtype))  # type: ignore[arg-type]
+        ctx.save_for_backward(wide, h, state, *affines)
+        ctx.dtype, ctx.x_dtype, ctx.approximate, ctx.p = dtype, x.dtype, approximate, p
+        act = _dropped(GELU.fwd(h, b1, approximate, h.dtype), state, p)
+        return F.linear(act, _as(w2, dtype), _as_optional(b2, dtype))  # type: ignore[arg-type]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, h, state, w1, b1, w2, b2 = ctx.saved_tensors
+        need_x, _, _, _, _, need_w1, need_b1, need_w2, need_b2 = ctx.needs_input_grad
+        x_MK, dy_MN = _rows(x), _rows(dy)
+        dact = (dy_MN @ _as(w2, ctx.dtype)).view(h.shape)
+        dact = dact if state is None else DROPOUT.bwd(dact, state, ctx.p)
+        dh, db1, act = GELU.bwd(dact, h, b1, ctx.approximate, True, need_b1, need_w2)
+        del dact
+        dh = _rows(dh)
+        dw2 = _weight_grad(dy_MN, _rows(_dropped(act, state, ctx.p)), w2) if need_w2 else None
+        dx = (dh @ _as(w1, ctx.dtype)).view(x.shape).to(ctx.x_dtype) if need_x else None
+        dw1 = _weight_grad(dh, x_MK, w1) if need_w1 else None
+        return dx, None, None, None, None, dw1, db1 if need_b1 else None, dw2, _bias_grad(dy_MN, b2) if need_b2 else None
+
+
+def gelu_mlp(
+    x: torch.Tensor, first: Affine, second: Affine, approximate: str, state: torch.Tensor | None = None, p: float = 0.0
+) -> torch.Tensor:
+    """`second(dropout(gelu(first(x))))` of `x` [..., K]; `state` is that of the dropout's random numbers, None for no dropout."""
+    flat = (*first, *second)
+    if needs_grad(x, *flat):
+        return _GeluMlp.apply(x, product_dtype(x), approximate, state, p, *flat)  # type: ignore[no-any-return]
+    h = F.linear(x, first[0])
+    return F.linear(_dropped(GELU.fwd(h, first[1], approximate, h.dtype), state, p), *second)

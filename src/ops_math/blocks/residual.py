@@ -1,0 +1,339 @@
+"""residual_attention and residual_mlp: the two lines of a transformer layer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ops_math import checks, settings, stats
+from ops_math.blocks import attention, mlp, norms, recognise
+from ops_math.blocks.parts import BLOCK_KEYWORDS
+from ops_math.ops.dropout.op import dropout
+from ops_math.rng import Rng
+
+
+class Unsummed(NamedTuple):
+    """x + branch, not yet summed: the block or norm that takes it fuses the sum with its own norm."""
+
+    x: torch.Tensor
+    branch: torch.Tensor
+
+
+class _Branch(NamedTuple):
+    """The fused branch of a call: how to compute it, the dropout after it, and the module's own norm if it holds one."""
+
+    run: Any
+    dropout_p: float
+    norm: Any
+
+
+Input = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | Unsummed
+
+
+def _note(site: str, what: str, reason: str) -> None:
+    if not torch.compiler.is_compiling():
+        stats.note(site, "module", f"{what}: {reason}")
+
+
+def _dropped(branch: torch.Tensor, p: float, rng: Rng | None) -> torch.Tensor:
+    return dropout(branch, p, rng=rng) if p else branch
+
+
+class _Norms:
+    """The norms around a branch, each fused where it is known and run as a module where it is not."""
+
+    def __init__(self, site: str, active: bool) -> None:
+        self.site, self.active = site, active
+
+    def values(self, norm: Any, x: torch.Tensor) -> norms.Norm | None:
+        """What is read from a norm, or None where it runs as it is."""
+        if not self.active:
+            return None
+        found = norms.read(norm, x)
+        if isinstance(found, str):
+            _note(self.site, "norm", found)
+            return None
+        return found
+
+    def apply(self, norm: Any, x: torch.Tensor) -> torch.Tensor:
+        """norm(x)."""
+        if norm is None:
+            return x
+        found = self.values(norm, x)
+        return norm(x) if found is None else norms.normalise(found, x)
+
+    def after_sum(self, norm: Any, branch: torch.Tensor, x: torch.Tensor, p: float, rng: Rng | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(s, norm(s)) with s = x + dropout(branch)."""
+        found = None if norm is None else self.values(norm, x)
+        if found is None or branch.shape != x.shape:
+            total = x + _dropped(branch, p, rng)
+            return total, self.apply(norm, total)
+        return norms.add_and_normalise(found, branch, x, p, rng)
+
+
+def _opened(site: str, x: Input, norm: Any, around: _Norms) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x, norm(x)) for a tensor, an unsummed pair, or a pair that holds both already."""
+    if isinstance(x, Unsummed):
+        return around.after_sum(norm, x.branch, x.x, 0.0, None)
+    if isinstance(x, tuple):
+        if norm is not None:
+            checks.fail(
+                site,
+                "norm",
+                "None where x is a pair (x, norm(x))",
+                type(norm).__name__,
+                "The norm was applied by next_norm= of the call before.",
+            )
+        return x
+    checks.floating(site, "x", x)
+    return x, around.apply(norm, x)
+
+
+def _closed(around: _Norms, x: torch.Tensor, branch: torch.Tensor, next_norm: Any, defer: bool, p: float, rng: Rng | None) -> Any:
+    """The residual sum of a pre-norm block, with what follows it."""
+    if defer:
+        return Unsummed(x, _dropped(branch, p, rng))
+    if next_norm is None:
+        return x + _dropped(branch, p, rng)
+    return around.after_sum(next_norm, branch, x, p, rng)
+
+
+def _check_options(site: str, dropout_p: float, next_norm: Any, defer: bool, norm_first: bool) -> None:
+    checks.probability(site, "dropout_p", dropout_p)
+    if defer and (next_norm is not None or not norm_first):
+        checks.fail(
+            site, "defer", "False with next_norm or norm_first=False", "True", "The sum is fused with that norm already; leave defer out."
+        )
+
+
+def _streams(rng: Rng | None, count: int) -> tuple[Rng | None, ...]:
+    """Independent streams of a call's rng, for its masks one after the other."""
+    return (None,) * count if rng is None else tuple(rng.child(i) for i in range(count))
+
+
+def _own_residual(module: Any) -> Any:
+    """The norm of a module that holds its residual and norm itself, as BERT's attention and layer do; else None."""
+    output = module._modules.get("output") if isinstance(module, nn.Module) else None
+    inner = module._modules if output is not None else {}
+    return getattr(output, "LayerNorm", None) if "self" in inner or "intermediate" in inner else None
+
+
+def _check_own(site: str, norm: Any, own: Any, norm_first: bool) -> None:
+    if norm_first or (norm is not None and norm is not own):
+        got = "norm_first=True" if norm_first else "another norm"
+        checks.fail(
+            site,
+            "norm",
+            "None, with norm_first=False, for a module that holds its residual sum and norm itself",
+            got,
+            "Pass norm=None, norm_first=False.",
+        )
+
+
+def _first(result: Any) -> torch.Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _run_attention(module: Any, h: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The module as it is."""
+    if isinstance(module, nn.TransformerEncoderLayer):
+        return module.dropout1(_first(module.self_attn(h, h, h, **{"need_weights": False, **kwargs})))
+    if isinstance(module, nn.MultiheadAttention):
+        return _first(module(h, h, h, **{"need_weights": False, **kwargs}))
+    return _first(module(h, **kwargs))
+
+
+def _run_mlp(module: Any, h: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The module as it is."""
+    if isinstance(module, nn.TransformerEncoderLayer):
+        return module.dropout2(module.linear2(module.dropout(module.activation(module.linear1(h)))))
+    if _own_residual(module) is not None:
+        return module.output(module.intermediate(h), h)
+    return _first(module(h, **kwargs))
+
+
+def _attention_branch(site: str, attn: Any, kwargs: dict[str, Any], h: torch.Tensor, rng: Rng | None) -> _Branch | None:
+    """The fused branch; None where the module runs as it is, which is noted with the reason."""
+    extended = [n for n in kwargs if n in BLOCK_KEYWORDS and kwargs[n] is not None]
+    if not settings.active() and not extended:
+        return None
+    if not recognise.sound(attn, attention.KINDS):
+        _note_unless_off(site, type(attn).__name__, recognise.why_not(attn, attention.KINDS))
+        return None
+    part = recognise.kind_of(attn)
+    assert part is not None
+    if not settings.active() and all(n in part.own_keywords for n in extended):
+        return None
+    found = attention.read(part, attn, kwargs, h)
+    if isinstance(found, str):
+        _note_unless_off(site, type(attn).__name__, found)
+        return None
+    heads, options = found
+    return _Branch(lambda: attention.attend(heads, options, h, rng), heads.branch_dropout_p, heads.norm)
+
+
+def _note_unless_off(site: str, what: str, reason: str) -> None:
+    if settings.active():
+        _note(site, what, reason)
+
+
+def _mlp_branch(site: str, module: Any, kwargs: dict[str, Any], h: torch.Tensor, rng: Rng | None) -> _Branch | None:
+    if not settings.active():
+        return None
+    if not recognise.sound(module, mlp.KINDS):
+        _note(site, type(module).__name__, recognise.why_not(module, mlp.KINDS))
+        return None
+    part = recognise.kind_of(module)
+    assert part is not None
+    found = mlp.read(part, module, kwargs)
+    if isinstance(found, str):
+        _note(site, type(module).__name__, found)
+        return None
+    return _Branch(lambda: mlp.transform(found, h, rng), found.branch_dropout_p, found.norm)
+
+
+def _block(
+    site: str,
+    branch_of: Any,
+    run: Any,
+    x: Input,
+    norm: Any,
+    module: Any,
+    norm_first: bool,
+    next_norm: Any,
+    defer: bool,
+    dropout_p: float,
+    rng: Rng | None,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Both blocks: they differ in how a branch is read and run."""
+    _check_options(site, dropout_p, next_norm, defer, norm_first)
+    own = _own_residual(module)
+    if own is not None:
+        _check_own(site, norm, own, norm_first)
+    around = _Norms(site, settings.active())
+    inside, after, last = _streams(rng, 3)
+    if norm_first:
+        stream, h = _opened(site, x, norm, around)
+    else:
+        stream, h = _opened(site, x, None, around)
+    branch = branch_of(site, module, kwargs, h, inside)
+    if branch is None and own is not None:
+        y = run(module, h, kwargs)
+        return y if next_norm is None else (y, around.apply(next_norm, y))
+    if branch is None:
+        value = run(module, h, kwargs)
+    else:
+        value = branch.run()
+    own_p = 0.0 if branch is None else branch.dropout_p
+    if own_p and dropout_p:
+        value, own_p = _dropped(value, own_p, after), 0.0
+    p, chosen = (own_p, after) if own_p else (dropout_p, last)
+    if norm_first:
+        return _closed(around, stream, value, next_norm, defer, p, chosen)
+    _, y = around.after_sum(own if own is not None else norm, value, stream, p, chosen)
+    return y if next_norm is None else (y, around.apply(next_norm, y))
+
+
+def residual_attention(
+    x: Input,
+    norm: Any,
+    attn: Any,
+    *,
+    norm_first: bool = True,
+    next_norm: Any = None,
+    defer: bool = False,
+    dropout_p: float = 0.0,
+    rng: Rng | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Attention with its norm and its residual sum.
+
+    x + dropout(attn(norm(x))), or norm(x + dropout(attn(x))) with `norm_first=False`
+
+    The weights of modules that are known (see the table of parts) are read and the operators called with them; any other module runs
+    as it is, and `ops_math.stats()` says so with the reason.
+
+    Args:
+        x: [B, S, C] (packed documents: [T, C] or [1, T, C]; as the module takes it); or a pair (x, norm(x)) from `next_norm=` of the
+            block before, with `norm=None`; or an `Unsummed` pair from `defer=True` of the block before.
+        norm: RMSNorm or LayerNorm module; None for no norm, or for one that was applied.
+        attn: attention module, or a TransformerEncoderLayer (its self_attn and dropout1), or BERT's attention, which holds its own
+            residual sum and norm (`norm=None, norm_first=False`).
+        norm_first: whether the norm stands before the attention or after the sum.
+        next_norm: the norm that follows; the residual sum is fused with it and the result is the pair (x, next_norm(x)).
+        defer: return `Unsummed(x, branch)`, for the next block or `residual_norm` to sum: fuses across layers that must not know
+            each other's norms (sharded parameters).
+        dropout_p: dropout of the branch before the sum, besides the module's own.
+        rng: where all masks of the call come from; None draws keys from PyTorch's generator.
+        **kwargs: what the module's forward takes (position_embeddings, attention_mask, attn_mask, key_padding_mask, is_causal, ...),
+            and for known modules also: causal, mask (additive, or True where a key is seen), key_padding_mask [B, S] (True at real
+            tokens), window (left, right), position_ids, cu_seqlens [documents + 1] and max_seqlen for packed documents.
+
+    Returns:
+        Of the shape of `x`; with `next_norm` the pair; with `defer` an `Unsummed`.
+
+    Precision: as the operators; the residual sum has the wider dtype of `x` and the branch.
+    Determinism: as `attention`.
+    Raises: ArgumentError for a pair with a norm, options that exclude each other, a BERT module with another norm.
+    Source: Vaswani et al., 2017; Xiong et al., On Layer Normalization in the Transformer Architecture, 2020.
+    """
+    return _block(
+        "residual_attention", _attention_branch, _run_attention, x, norm, attn, norm_first, next_norm, defer, dropout_p, rng, kwargs
+    )
+
+
+def residual_mlp(
+    x: Input,
+    norm: Any,
+    mlp: Any,
+    *,
+    norm_first: bool = True,
+    next_norm: Any = None,
+    defer: bool = False,
+    dropout_p: float = 0.0,
+    rng: Rng | None = None,
+    **kwargs: Any,
+) -> Any:
+    """A transformer's MLP with its norm and its residual sum.
+
+    x + dropout(mlp(norm(x))), or norm(x + dropout(mlp(x))) with `norm_first=False`
+
+    Args:
+        x: [..., C], or a pair, as in `residual_attention`.
+        norm: RMSNorm or LayerNorm module, or None.
+        mlp: a gated MLP (gate_proj, up_proj, down_proj), a Sequential of Linear, GELU or ReLU, Linear (with Dropout), a
+            TransformerEncoderLayer (its linear1, activation, dropout, linear2, dropout2), or a BERT layer (its intermediate and output,
+            which hold the residual sum and norm: `norm=None, norm_first=False`).
+        norm_first, next_norm, defer, dropout_p, rng: as in `residual_attention`.
+        **kwargs: what the module's forward takes.
+
+    Returns:
+        As `residual_attention`.
+
+    Precision: as the operators. The activation is not kept for the backward; it is computed again there.
+    Determinism: level 1.
+    Raises: as `residual_attention`.
+    Source: as `residual_attention`; Shazeer, GLU Variants Improve Transformer, 2020.
+    """
+    return _block("residual_mlp", _mlp_branch, _run_mlp, x, norm, mlp, norm_first, next_norm, defer, dropout_p, rng, kwargs)
+
+
+def residual_norm(x: Input, norm: Any) -> torch.Tensor:
+    """The norm at the end of a chain of blocks: norm(x), or norm(x + branch) in one pass for an `Unsummed` pair.
+
+    Args:
+        x: [..., C], an `Unsummed` pair, or a pair (x, norm(x)) with `norm=None`.
+        norm: RMSNorm or LayerNorm module.
+
+    Returns:
+        [..., C].
+
+    Precision: as `rms_norm` and `layer_norm`.
+    Determinism: level 1.
+    Raises: ArgumentError for a pair (x, norm(x)) with a norm.
+    Source: as `residual_attention`.
+    """
+    return _opened("residual_norm", x, norm, _Norms("residual_norm", settings.active()))[1]

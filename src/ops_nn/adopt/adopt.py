@@ -1,0 +1,123 @@
+"""adopt(model): the public function, and the object that reports and reverts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+
+import ops_math as om
+from ops_nn.adopt import llama
+from ops_nn.adopt.swap import Swap
+
+_FAMILIES = (llama.swaps,)
+
+
+class Row(NamedTuple):
+    """One module: `where` is its path in the model, `what` was put in or is read, `fused` whether it is, `reason` why not."""
+
+    where: str
+    what: str
+    fused: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.where or 'model'}: {self.what}" + ("" if self.fused else f" runs as it is: {self.reason}")
+
+
+class Adoption:
+    """What `adopt` did to a model.
+
+    Attributes:
+        model: the model, changed in place.
+        report: a `Row` for each module that was looked at.
+    """
+
+    def __init__(self, model: nn.Module, swaps: list[Swap], report: tuple[Row, ...]) -> None:
+        self.model, self.report = model, report
+        self._swaps = swaps
+
+    def revert(self) -> nn.Module:
+        """Take everything out again; the model is bit for bit what it was. A second call does nothing."""
+        for swap in self._swaps:
+            swap.take()
+        self._swaps = []
+        return self.model
+
+    def __enter__(self) -> Adoption:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.revert()
+
+    def __str__(self) -> str:
+        return "\n".join(str(row) for row in self.report)
+
+
+def _swap_for(path: str, module: nn.Module) -> Swap | None:
+    for family in _FAMILIES:
+        found = family(path, module)
+        if found is not None:
+            return found
+    return None
+
+
+def _why_not(module: nn.Module) -> str:
+    """Why a module whose class is known must not be changed, or nothing."""
+    if "forward" in module.__dict__:
+        return "a forward of its own is set on the instance"
+    forward = type(module).forward
+    if forward.__module__ != type(module).__module__ or forward.__qualname__ != f"{type(module).__qualname__}.forward":
+        return f"its forward was replaced by {forward.__module__}.{forward.__qualname__}"
+    return ""
+
+
+def _part_rows(swap: Swap) -> list[Row]:
+    rows = []
+    for name, module in swap.parts.items():
+        found = om.part_of(module)
+        rows.append(Row(f"{swap.path}.{name}".lstrip("."), found.kind or type(module).__name__, found.fused, found.reason))
+    return rows
+
+
+def adopt(model: nn.Module) -> Adoption:
+    """Put the operators into a model, in place.
+
+    Forwards of layers become the two lines, residual sums are fused with the norms that follow, and the loss of the head is computed
+    without whole logits. Parameters, state dict, hooks and signatures stay as they are. While training with labels the logits are not
+    returned.
+
+    Args:
+        model: our Llama baseline, or any model that holds its layers; what is not known is left alone and reported.
+
+    Returns:
+        an `Adoption` with `.report`, `.model` and `.revert()`; a context manager too.
+
+    Raises:
+        ArgumentError: for something that is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise om.ArgumentError(f"adopt: model must be a torch.nn.Module; got {type(model).__name__}. Pass the model itself.")
+    swaps: list[Swap] = []
+    rows: list[Row] = []
+    for path, module in model.named_modules():
+        swap = _swap_for(path, module)
+        if swap is None:
+            continue
+        why = _why_not(module)
+        rows.append(Row(path, swap.what, not why, why))
+        if not why:
+            swaps.append(swap)
+            rows.extend(_part_rows(swap))
+    for swap in swaps:
+        swap.put()
+    if not swaps and not rows:
+        rows.append(
+            Row(
+                "",
+                type(model).__name__,
+                False,
+                "it holds no layer that is known; use om.residual_attention and om.residual_mlp in its forward",
+            )
+        )
+    return Adoption(model, swaps, tuple(rows))

@@ -1,0 +1,57 @@
+"""Our plain Llama: two lines a layer, sums fused across layers, and a loss whose logits never exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+import ops_math as om
+from ops_nn.adopt import chain, head
+from ops_nn.adopt.swap import Swap
+from ops_nn.models.output import ModelOutput
+
+
+def _layer() -> Any:
+    def forward(self: Any, x: Any, position_embeddings: tuple[Tensor, Tensor], defer: bool = False) -> Any:
+        if not om.is_enabled():
+            return type(self).forward(self, x, position_embeddings)
+        x = om.residual_attention(
+            x, self.input_layernorm, self.self_attn, position_embeddings=position_embeddings, next_norm=self.post_attention_layernorm
+        )
+        return om.residual_mlp(x, None, self.mlp, defer=defer)
+
+    return forward
+
+
+def _model() -> Any:
+    def forward(self: Any, input_ids: Tensor) -> Tensor:
+        if not om.is_enabled():
+            return type(self).forward(self, input_ids)
+        x = self.embed_tokens(input_ids)
+        x = chain.run(self.layers, x, position_embeddings=self.rotary_emb(x))
+        return om.residual_norm(x, self.norm) if isinstance(x, tuple) else self.norm(x)
+
+    return forward
+
+
+def _causal_lm() -> Any:
+    def forward(self: Any, input_ids: Tensor, labels: Tensor | None = None) -> ModelOutput:
+        if labels is None or not om.is_enabled() or not om.part_of(self.lm_head).fused:
+            return type(self).forward(self, input_ids, labels)
+        return ModelOutput(*head.loss_and_logits(self.model(input_ids), self.lm_head, labels, self.training))
+
+    return forward
+
+
+def swaps(path: str, module: nn.Module) -> Swap | None:
+    """What to put into a module of this family, or None."""
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    if kind == "ops_nn.models.llama.LlamaDecoderLayer":
+        parts = {name: getattr(module, name) for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")}
+        return Swap(path, module, _layer(), "layer", parts)
+    if kind == "ops_nn.models.llama.LlamaModel":
+        return Swap(path, module, _model(), "residual sums fused with the next layer's norm", {"norm": module.norm})
+    if kind == "ops_nn.models.llama.LlamaForCausalLM":
+        return Swap(path, module, _causal_lm(), "head and loss", {"lm_head": module.lm_head})
+    return None

@@ -1,0 +1,26 @@
+"""A forward put into one module, and taken out again."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class Swap(NamedTuple):
+    """A forward for a module. `what` says in words what it is; `parts` are the modules whose weights it reads."""
+
+    path: str
+    module: nn.Module
+    forward: Any
+    what: str
+    parts: dict[str, Any]
+
+    def put(self) -> None:
+        """Bind the forward to the instance: a deep copy of the model binds it to the copy, a state dict does not see it."""
+        self.module.forward = MethodType(self.forward, self.module)
+
+    def take(self) -> None:
+        """Back to the class's forward."""
+        del self.module.__dict__["forward"]
