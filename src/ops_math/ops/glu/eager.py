@@ -1,6 +1,7 @@
 """The operator in plain torch: the CPU implementation, and the yardstick of rounding for the others.
 
-It works in chunks that stay in the cache: a product there costs 0.11 ns a value on one core, from memory 0.45 (Xeon, 2 MiB of L2).
+Where inputs are stored as they are computed it works on whole tensors in place (chunks that stay in the cache were slower on a CPU
+with a large third-level cache); 16-bit ones are converted in chunks, so that the wide copies never reach memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ops_math import features
 from ops_math.ops.glu.problem import GluProblem, cost
 from ops_math.spec import DTYPE_OF, Device, compute_dtype
 
-CACHE = 3 << 19  # bytes of all tensors in a chunk [B], a thread: three quarters of a 2 MiB cache
+CACHE = 3 << 19  # bytes of all wide copies in a chunk [B], a thread: three quarters of a 2 MiB cache
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)  # gelu_tanh(x) = x sigmoid(SLOPE (x + CUBIC x^3)), since (1 + tanh u) / 2 = sigmoid(2 u)
 CUBIC = 0.044715
 
@@ -67,12 +68,14 @@ def split(p: GluProblem, gate: torch.Tensor, up: torch.Tensor | None) -> tuple[t
     return (gate[..., 0::2], gate[..., 1::2]) if p.packing == "interleaved" else (gate[..., : p.cols], gate[..., p.cols :])
 
 
-def chunks(rows: int, cols: int, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The tensors, piece by piece; the whole at once where it is small or on a GPU."""
+def chunks(rows: int, cols: int, dtype: torch.dtype, tensors: Sequence[torch.Tensor], flat: bool = True) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The tensors, piece by piece where they must be converted to `dtype` on a CPU, else the whole at once.
+
+    Pieces are whole rows unless all tensors are contiguous and `flat` allows to forget the rows."""
     size = CACHE * torch.get_num_threads() // (4 * len(tensors))
-    if tensors[0].device.type != "cpu" or rows * cols <= 2 * size:
+    if tensors[0].device.type != "cpu" or rows * cols <= 2 * size or all(t.dtype == dtype for t in tensors):
         return iter((tuple(tensors),))
-    if all(t.is_contiguous() for t in tensors):
+    if flat and all(t.is_contiguous() for t in tensors):
         return zip(*(t.view(-1).split(size) for t in tensors), strict=True)
     return zip(*(t.reshape(rows, cols).split(max(1, size // cols)) for t in tensors), strict=True)
 
@@ -86,50 +89,66 @@ def _compute_dtype(gate: torch.Tensor, up: torch.Tensor | None) -> torch.dtype:
     return compute_dtype(gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype))
 
 
-def launch_fwd(p: GluProblem, config: None, gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
-    """y [..., N]."""
-    dtype = _compute_dtype(gate, up)
-    y = torch.empty((*gate.shape[:-1], p.cols), dtype=DTYPE_OF[p.out], device=gate.device)
-    for g, u, y_part in chunks(p.rows, p.cols, (*split(p, gate, up), y)):
-        wide = target(y_part, dtype)
-        activate(p.activation, g.to(dtype), wide)
-        wide.mul_(u.to(dtype))
-        if wide is not y_part:
-            y_part.copy_(wide)
-    return y
+def _empty(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor, needed: bool) -> torch.Tensor:
+    return torch.empty(shape if needed else (0,), dtype=dtype, device=like.device)
 
 
-def launch_bwd(p: GluProblem, config: None, dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _store(results: Sequence[torch.Tensor], wide: Sequence[torch.Tensor]) -> None:
+    for t, w in zip(results, wide, strict=True):
+        if w is not t:
+            t.copy_(w)
+
+
+def launch_fwd(p: GluProblem, config: None, gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """y [..., N] and, where it is to be kept, activation(gate) [..., N]."""
+    dtype, shape = _compute_dtype(gate, up), (*gate.shape[:-1], p.cols)
+    y = torch.empty(shape, dtype=DTYPE_OF[p.out], device=gate.device)
+    act = _empty(shape, y.dtype, y, p.keep)
+    results = (y, act) if p.keep else (y,)
+    for g, u, *parts in chunks(p.rows, p.cols, dtype, (*split(p, gate, up), *results)):
+        wide = [target(t, dtype) for t in parts]
+        activate(p.activation, g.to(dtype), wide[-1])
+        torch.mul(wide[-1], u.to(dtype), out=wide[0])
+        _store(parts, wide)
+    return y, act
+
+
+def launch_bwd(
+    p: GluProblem, config: None, dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, act: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dgate (packed where the inputs were), dup, y; empty where not asked for."""
     dtype = _compute_dtype(gate, up)
-    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if p.need_dgate else gate.new_empty(0)
+    dgate = _empty(gate.shape, gate.dtype, gate, p.need_dgate)
+    dup = _empty(dy.shape, gate.dtype if up is None else up.dtype, gate, up is not None and p.need_dup)
+    y = _empty(dy.shape, dy.dtype, dy, p.need_y)
     if up is None:
-        dup = gate.new_empty(0)
         named = dict(zip(("dgate", "dup"), split(p, dgate, None), strict=True)) if p.need_dgate else {}
     else:
-        dup = torch.empty(up.shape, dtype=up.dtype, device=up.device) if p.need_dup else up.new_empty(0)
         named = ({"dgate": dgate} if p.need_dgate else {}) | ({"dup": dup} if p.need_dup else {})
-    y = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if p.need_y else dy.new_empty(0)
     if p.need_y:
         named["y"] = y
-    for d, g, u, *parts in chunks(p.rows, p.cols, (dy, *split(p, gate, up), *named.values())):
-        _backward_part(p, d.to(dtype), g.to(dtype), u.to(dtype), dict(zip(named, parts, strict=True)))
+    inputs = (dy, *split(p, gate, up), *(() if act is None else (act,)))
+    for parts in chunks(p.rows, p.cols, dtype, (*inputs, *named.values())):
+        wide_inputs = [t.to(dtype) for t in parts[: len(inputs)]]
+        results = parts[len(inputs) :]
+        wide = [target(t, dtype) for t in results]
+        _backward_part(p, wide_inputs, dict(zip(named, wide, strict=True)))
+        _store(results, wide)
     return dgate, dup, y
 
 
-def _backward_part(p: GluProblem, dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, results: dict[str, torch.Tensor]) -> None:
+def _backward_part(p: GluProblem, inputs: list[torch.Tensor], wide: dict[str, torch.Tensor]) -> None:
     """dgate = dy up activation'(gate); dup = dy activation(gate); y = activation(gate) up."""
-    wide = {name: target(t, dy.dtype) for name, t in results.items()}
-    act = wide.get("dup", wide.get("y"))
-    if "dgate" in wide:
-        torch.mul(dy, up, out=wide["dgate"])
-        differentiate(p.activation, wide["dgate"], gate, act)
-    elif act is not None:
-        activate(p.activation, gate, act)
-    if "y" in wide and act is not None:
-        torch.mul(act, up, out=wide["y"])
-    if "dup" in wide:
-        wide["dup"].mul_(dy)
-    for name, t in results.items():
-        if wide[name] is not t:
-            t.copy_(wide[name])
+    dy, gate, up, *kept = inputs
+    dgate, dup, y = (wide.get(name) for name in ("dgate", "dup", "y"))
+    made = None if kept else dup if dup is not None else y  # where to put the activation that was not kept
+    if dgate is not None:
+        torch.mul(dy, up, out=dgate)
+        differentiate(p.activation, dgate, gate, made)
+    elif made is not None:
+        activate(p.activation, gate, made)
+    act = kept[0] if kept else made
+    if y is not None:
+        torch.mul(act, up, out=y)
+    if dup is not None:
+        torch.mul(act, dy, out=dup)

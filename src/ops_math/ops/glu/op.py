@@ -21,21 +21,30 @@ def _width(gate: torch.Tensor, packing: str) -> int:
     return gate.shape[-1] // 2 if packing else gate.shape[-1]
 
 
-def _problem_fwd(gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str, out: torch.dtype) -> GluProblem:
-    rows, cols = product(gate.shape[:-1]), _width(gate, packing)
-    return GluProblem(rows, cols, name_of(gate.dtype), name_of(up.dtype) if up is not None else "", name_of(out), activation, packing)
+def _problem_fwd(gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str, keep: bool, out: torch.dtype) -> GluProblem:
+    rows, cols, up_name = product(gate.shape[:-1]), _width(gate, packing), "" if up is None else name_of(up.dtype)
+    return GluProblem(rows, cols, name_of(gate.dtype), up_name, name_of(out), activation, packing, keep=keep)
 
 
-def _problem_bwd(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str, need_dgate: bool, need_dup: bool, need_y: bool) -> GluProblem:
-    both = need_dgate if up is None else need_dup
-    return _problem_fwd(gate, up, activation, packing, dy.dtype)._replace(need_dgate=need_dgate, need_dup=both, need_y=need_y)
+def _problem_bwd(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, act: torch.Tensor | None,
+    activation: str, packing: str, need_dgate: bool, need_dup: bool, need_y: bool,
+) -> GluProblem:  # fmt: skip
+    p = _problem_fwd(gate, up, activation, packing, act is not None, dy.dtype)
+    return p._replace(need_dgate=need_dgate, need_dup=need_dgate if up is None else need_dup, need_y=need_y)
 
 
-def _fake_fwd(gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str, out: torch.dtype) -> torch.Tensor:
-    return gate.new_empty((*gate.shape[:-1], _width(gate, packing)), dtype=out)
+def _fake_fwd(
+    gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str, keep: bool, out: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (*gate.shape[:-1], _width(gate, packing))
+    return gate.new_empty(shape, dtype=out), gate.new_empty(shape, dtype=out) if keep else absent(gate, out)
 
 
-def _fake_bwd(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str, need_dgate: bool, need_dup: bool, need_y: bool) -> tuple[torch.Tensor, ...]:
+def _fake_bwd(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, act: torch.Tensor | None,
+    activation: str, packing: str, need_dgate: bool, need_dup: bool, need_y: bool,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     dgate = gate.new_empty(gate.shape) if need_dgate else absent(gate)
     dup = up.new_empty(up.shape) if up is not None and need_dup else absent(gate if up is None else up)
     return dgate, dup, dy.new_empty(dy.shape) if need_y else absent(dy)
@@ -44,8 +53,9 @@ def _fake_bwd(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, act
 OP = define(
     "glu",
     __package__,
-    fwd="(Tensor gate, Tensor? up, str activation, str packing, ScalarType out) -> Tensor",
-    bwd="(Tensor dy, Tensor gate, Tensor? up, str activation, str packing, bool need_dgate, bool need_dup, bool need_y) -> (Tensor, Tensor, Tensor)",
+    fwd="(Tensor gate, Tensor? up, str activation, str packing, bool keep, ScalarType out) -> (Tensor, Tensor)",
+    bwd="(Tensor dy, Tensor gate, Tensor? up, Tensor? act, str activation, str packing, bool need_dgate, bool need_dup, bool need_y)"
+    " -> (Tensor, Tensor, Tensor)",
     fake_fwd=_fake_fwd,
     fake_bwd=_fake_bwd,
     problem_fwd=_problem_fwd,
@@ -55,28 +65,35 @@ OP = define(
 
 
 class _Glu(torch.autograd.Function):
-    """y = activation(gate) up; saves the inputs and nothing else."""
+    """y = activation(gate) up; saves the inputs.
+
+    On a GPU the backward computes the activation again in registers, for nothing. On a CPU that would be a pass of its own, slower
+    than PyTorch, so there it is kept, as PyTorch keeps it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str, out: torch.dtype) -> torch.Tensor:
-        ctx.save_for_backward(gate, up)
+    def forward(
+        ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str, out: torch.dtype
+    ) -> torch.Tensor:
+        keep = gate.device.type == "cpu"
+        y, act = OP.fwd(gate, up, activation, packing, keep, out)
+        ctx.save_for_backward(gate, up, act if keep else None)
         ctx.options = activation, packing
-        return OP.fwd(gate, up, activation, packing, out)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        gate, up = ctx.saved_tensors
         need_dgate, need_dup = ctx.needs_input_grad[:2]
-        dgate, dup, _ = OP.bwd(dy, gate, up, *ctx.options, need_dgate, need_dup, False)
+        dgate, dup, _ = OP.bwd(dy, *ctx.saved_tensors, *ctx.options, need_dgate, need_dup, False)
         return dgate if need_dgate else None, dup if need_dup else None, None, None, None
 
 
 def _run(gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str) -> torch.Tensor:
     out = store_dtype(gate) if up is None else torch.promote_types(store_dtype(gate), store_dtype(up))
     if needs_grad(gate, up):
-        return apply(_Glu, gate, up, activation, packing, out)
-    return OP.fwd(gate, up, activation, packing, out)
+        return _Glu.apply(gate, up, activation, packing, out)
+    return OP.fwd(gate, up, activation, packing, False, out)[0]
 
 
 def _check_pair(operator: str, gate: torch.Tensor, up: torch.Tensor) -> None:
@@ -91,8 +108,8 @@ def _check_packed(operator: str, gate_up: torch.Tensor) -> None:
     checks.floating(operator, "gate_up", gate_up)
     checks.at_least_1d(operator, "gate_up", gate_up)
     if gate_up.shape[-1] % 2:
-        shape = checks.shape_text(gate_up.shape)
-        checks.fail(operator, "gate_up", "of an even last dimension (gate and up)", f"shape {shape}", "Concatenate gate and up along the last dimension.")
+        got = f"shape {checks.shape_text(gate_up.shape)}"
+        checks.fail(operator, "gate_up", "of an even last dimension (gate and up)", got, "Concatenate gate and up along the last dimension.")
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -108,7 +125,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         [..., N], contiguous, of the wider dtype of the two (under autocast: autocast's dtype).
 
     Precision: arithmetic in fp32 (fp64 for fp64); one rounding, at the store. As in PyTorch, a gate of -inf gives NaN, and
-        infinite gates give NaN gradients. The backward keeps the inputs only.
+        infinite gates give NaN gradients. On a GPU the backward keeps the inputs only.
     Determinism: level 1; elementwise, so results depend on neither batch nor device size.
     Raises: ArgumentError for shapes that differ (nothing is broadcast), integer inputs, another device.
     Source: Shazeer, GLU Variants Improve Transformer, 2020. dgate = dy up s (1 + gate (1 - s)), dup = dy gate s, s = sigmoid(gate).

@@ -9,7 +9,8 @@ from ops_math.spec import ITEM_SIZE, Call, Case, Cost
 
 class GluProblem(NamedTuple):
     """One call. `cols` is the width of the output; `up` is empty when both inputs are packed in one tensor, and `packing` then
-    says how: `halves` or `interleaved`. `activation` is `silu`, `gelu` or `gelu_tanh`."""
+    says how: `halves` or `interleaved`. `activation` is `silu`, `gelu` or `gelu_tanh`. `keep` is whether activation(gate) is kept
+    for the backward instead of being computed again."""
 
     rows: int
     cols: int
@@ -21,6 +22,7 @@ class GluProblem(NamedTuple):
     need_dgate: bool = True
     need_dup: bool = True
     need_y: bool = False
+    keep: bool = False
 
 
 def storage(p: GluProblem) -> str:
@@ -33,9 +35,9 @@ def cost(p: GluProblem, phase: str) -> Cost:
     n = p.rows * p.cols
     gate, up, out = n * ITEM_SIZE[p.gate], n * ITEM_SIZE[p.up or p.gate], n * ITEM_SIZE[p.out]
     if phase == "fwd":
-        return Cost((("gate", gate), ("up", up)), (("y", out),), (("activation", 5 * n),))
+        return Cost((("gate", gate), ("up", up)), (("y", out), ("activation", out * p.keep)), (("activation", 5 * n),))
     written = (("dgate", gate * p.need_dgate), ("dup", up * p.need_dup), ("y", out * p.need_y))
-    return Cost((("dy", out), ("gate", gate), ("up", up)), written, (("activation", 12 * n),))
+    return Cost((("dy", out), ("gate", gate), ("up", up), ("activation", out * p.keep)), written, (("activation", 12 * n),))
 
 
 def _pair(rows: int, cols: int, scale: float = 1.5, **options: Any) -> Any:

@@ -12,13 +12,15 @@ from ops_math.ops.glu.problem import GluProblem, cost
 from ops_math.spec import Device
 
 KINDS = ("cpu", "cuda", "hip")
+APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
+KERNELS = (("silu", "out"), ("silu_backward", "grad_input"), ("gelu", "out"), ("gelu_backward", "grad_input"))
 
 
 def supports(p: GluProblem, device: Device, phase: str) -> str | None:
     """One dtype for all, and values side by side."""
-    missing = [n for n, o in (("silu", "out"), ("silu_backward", "grad_input"), ("gelu", "out"), ("gelu_backward", "grad_input")) if not features.has_kernel(n, device.kind, o)]
-    if missing:
-        return f"this PyTorch has no {missing[0]} kernel for {device.kind}"
+    for name, overload in KERNELS:
+        if not features.has_kernel(name, device.kind, overload):
+            return f"this PyTorch has no {name} kernel for {device.kind}"
     if p.packing == "interleaved":
         return "PyTorch's kernels are slow on interleaved columns"
     if {p.gate, p.up or p.gate, p.out} != {p.gate}:
@@ -37,35 +39,40 @@ def _split(p: GluProblem, gate: torch.Tensor, up: torch.Tensor | None) -> tuple[
 
 
 def _activation(p: GluProblem, x: torch.Tensor) -> torch.Tensor:
-    x = x.contiguous()
-    return torch.nn.functional.silu(x) if p.activation == "silu" else torch.nn.functional.gelu(x, approximate="tanh" if p.activation == "gelu_tanh" else "none")
-
-
-def _times_derivative(p: GluProblem, grad: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if p.activation == "silu":
-        features.aten("silu_backward", "grad_input")(grad, x, grad_input=out)
+        return features.aten("silu", "out")(x, out=out)
+    return features.aten("gelu", "out")(x, approximate=APPROXIMATE[p.activation], out=out)
+
+
+def _times_derivative(p: GluProblem, grad: torch.Tensor, x: torch.Tensor) -> None:
+    if p.activation == "silu":
+        features.aten("silu_backward", "grad_input")(grad, x, grad_input=grad)
     else:
-        features.aten("gelu_backward", "grad_input")(grad, x, approximate="tanh" if p.activation == "gelu_tanh" else "none", grad_input=out)
+        features.aten("gelu_backward", "grad_input")(grad, x, approximate=APPROXIMATE[p.activation], grad_input=grad)
 
 
-def launch_fwd(p: GluProblem, config: None, gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
-    """y [..., N]."""
+def launch_fwd(p: GluProblem, config: None, gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """y [..., N] and, where it is to be kept, activation(gate) [..., N]."""
     gate, up = _split(p, gate, up)
-    return _activation(p, gate).mul_(up)
+    act = _activation(p, gate)
+    return (torch.mul(act, up, out=torch.empty_like(act)), act) if p.keep else (act.mul_(up), act.new_empty(0))
 
 
-def launch_bwd(p: GluProblem, config: None, dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def launch_bwd(
+    p: GluProblem, config: None, dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, act: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dgate (packed where the inputs were), dup, y; empty where not asked for."""
-    packed = up is None
-    whole = gate
+    none = gate.new_empty(0)
+    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if p.need_dgate else none
+    dup = torch.empty(dy.shape, dtype=gate.dtype, device=gate.device) if up is not None and p.need_dup else none
+    dgate_part, dup_part = _split(p, dgate, dup) if up is not None or not p.need_dgate else _split(p, dgate, None)
     gate, up = _split(p, gate, up)
-    dgate = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device) if p.need_dgate else whole.new_empty(0)
-    dgate_part, dup_part = _split(p, dgate, None) if packed and p.need_dgate else (dgate, None)
     if p.need_dgate:
-        _times_derivative(p, dy * up, gate, dgate_part)
-    act = _activation(p, gate) if p.need_dup or p.need_y else None
-    y = act * up if p.need_y and act is not None else dy.new_empty(0)
-    if dup_part is not None and act is not None:
+        torch.mul(dy, up, out=dgate_part)
+        _times_derivative(p, dgate_part, gate)
+    if act is None and (p.need_dup or p.need_y):
+        act = _activation(p, gate)
+    if act is not None and p.need_dup:
         torch.mul(act, dy, out=dup_part)
-    dup = act.mul_(dy) if act is not None and not packed and p.need_dup else up.new_empty(0)
-    return dgate, dup, y
+    return dgate, dup, torch.mul(act, up, out=torch.empty_like(act)) if act is not None and p.need_y else none
