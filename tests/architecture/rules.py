@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-HOST_LINES, KERNEL_LINES, FUNCTION_LINES, KERNEL_FUNCTION_LINES = 400, 600, 60, 200
+# "About" 400, 600 and 60: a twentieth more is let through, so that one line of a docstring forces nobody to split a file.
+HOST_LINES, KERNEL_LINES, FUNCTION_LINES, KERNEL_FUNCTION_LINES = 420, 630, 63, 200
 
 REQUIRED_FILES = ("reference", "problem", "op", "plain", "eager", "triton_gpu")
 # Two operators that share a folder have files of their own by a suffix (`op_linear.py`); a long file splits along `_fwd` and `_bwd`.

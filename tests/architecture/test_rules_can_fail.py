@@ -6,9 +6,9 @@ import pytest
 
 from tests.architecture import rules
 
-LONG_FUNCTION = "def f():\n" + "    x = 1\n" * 60
-LONG_KERNEL = "@triton.jit\ndef _fwd_kernel():\n" + "    x = 1\n" * 60
-DOCUMENTED_FUNCTION = 'def f():\n    """' + "words\n" * 60 + '"""\n    return 1\n'
+LONG_FUNCTION = "def f():\n" + "    x = 1\n" * rules.FUNCTION_LINES
+LONG_KERNEL = "@triton.jit\ndef _fwd_kernel():\n" + "    x = 1\n" * rules.FUNCTION_LINES
+DOCUMENTED_FUNCTION = 'def f():\n    """' + "words\n" * 100 + '"""\n    return 1\n'
 
 ONLY_PUBLIC = rules.public_names_only({"rope", "testing"})
 
@@ -42,8 +42,8 @@ CASES = [
     (rules.file_name, "ops_math/schedule/utils.py", "", None),
     (rules.file_name, "ops_nn/common/walk.py", "", None),
     (rules.file_name, "ops_math/schedule/choose_v2.py", "", None),
-    (rules.file_length, "ops_math/stats.py", "x = 1\n" * 401, "x = 1\n" * 400),
-    (rules.file_length, "ops_math/ops/rope/triton_gpu.py", "x = 1\n" * 601, "x = 1\n" * 600),
+    (rules.file_length, "ops_math/stats.py", "x = 1\n" * 421, "x = 1\n" * 420),
+    (rules.file_length, "ops_math/ops/rope/triton_gpu.py", "x = 1\n" * 631, "x = 1\n" * 630),
     (rules.function_length, "ops_math/stats.py", LONG_FUNCTION, DOCUMENTED_FUNCTION),
     (rules.function_length, "ops_math/stats.py", LONG_KERNEL.replace("@triton.jit\n", ""), LONG_KERNEL),
     (rules.function_length, "ops_math/ops/rope/triton_gpu.py", LONG_KERNEL + "    x = 1\n" * 140, LONG_KERNEL),
