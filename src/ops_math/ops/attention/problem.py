@@ -89,11 +89,17 @@ def cost(p: AttentionProblem, phase: str) -> Cost:
     product = 2 * p.heads * pairs(p) * p.head_dim
     if phase == "fwd":
         return Cost(
-            (("q", query), ("k", key), ("v", key), ("mask", mask)), (("out", query), ("lse", lse)), (("product qk", product), ("product pv", product))
+            (("q", query), ("k", key), ("v", key), ("mask", mask)),
+            (("out", query), ("lse", lse)),
+            (("product qk", product), ("product pv", product)),
         )
     read = (("dout", query), ("q", query), ("k", key), ("v", key), ("out", query), ("lse", lse), ("mask", mask))
     written = (("dq", query * p.need_dq), ("dk", key * p.need_dk), ("dv", key * p.need_dv))
-    return Cost(read, written, (("product qk", product), ("product dp", product), ("product dv", product), ("product dk", product), ("product dq", product)))
+    return Cost(
+        read,
+        written,
+        (("product qk", product), ("product dp", product), ("product dv", product), ("product dk", product), ("product dq", product)),
+    )
 
 
 def gradients(
@@ -159,7 +165,7 @@ CASES = (
     _case("log-sum-exp", (1, 40, 2, 16), (1, 40, 2, 16), lambda d: {"causal": True, "return_lse": True}),
     _case("no query", (1, 0, 2, 16), (1, 9, 2, 16)),
     _case("no key", (2, 9, 2, 16), (2, 0, 2, 16)),
-    _case("one query, one key", (1, 1, 1, 8), (1, 1, 1, 8)),
+    _case("one query, one key", (1, 1, 1, 8), (1, 1, 1, 8), frozen=(0, 1)),  # d0 and d1 are zero but for rounding
     _case("width that no kernel takes", (1, 9, 2, 12), (1, 9, 2, 12)),
     _case("only the query learns", (1, 40, 2, 16), (1, 40, 1, 16), lambda d: {"causal": True}, frozen=(1, 2)),
     _case("only key and value learn", (1, 40, 2, 16), (1, 40, 1, 16), lambda d: {"causal": True}, frozen=(0,)),

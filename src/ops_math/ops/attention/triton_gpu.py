@@ -1,0 +1,223 @@
+"""Triton implementation for NVIDIA and AMD GPUs: configurations and launches; the kernels are in triton_gpu_fwd and triton_gpu_bwd."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from ops_math.backends.launch import launch
+from ops_math.ops.attention.problem import AttentionProblem, cost, gradients
+from ops_math.ops.attention.triton_gpu_bwd import _bwd_dkdv_kernel, _bwd_dq_kernel, _delta_kernel
+from ops_math.ops.attention.triton_gpu_fwd import _fwd_kernel
+from ops_math.spec import ITEM_SIZE, Device
+
+WIDEST = 256
+MARGIN = 2048  # shared memory [B] left for barriers and for exchanging results between warps
+
+
+class Tile(NamedTuple):
+    """One kernel's configuration: queries and keys a tile, warps, stages of the software pipeline."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+class Backward(NamedTuple):
+    """The two kernels of the backward: dK and dV, and dQ."""
+
+    dkdv: Tile
+    dq: Tile
+
+
+# Best guess first. Keys: forward, dkdv, dq; then the padded head width. 16-bit on Hopper and newer, 16-bit elsewhere, fp32, AMD.
+HOPPER = {
+    ("fwd", 64): (Tile(128, 128, 4, 3), Tile(128, 128, 8, 3), Tile(128, 64, 4, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)),
+    ("fwd", 128): (Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(128, 64, 4, 2), Tile(128, 128, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 3)),
+    ("fwd", 256): (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(128, 32, 8, 3)),
+    ("dkdv", 64): (Tile(64, 128, 8, 3), Tile(64, 128, 4, 3), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 3)),
+    ("dkdv", 128): (Tile(64, 128, 8, 2), Tile(64, 128, 8, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3)),
+    ("dkdv", 256): (Tile(32, 64, 8, 2), Tile(64, 64, 8, 1), Tile(16, 64, 8, 2)),
+    ("dq", 64): (Tile(128, 64, 8, 3), Tile(128, 64, 4, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3), Tile(128, 64, 8, 2)),
+    ("dq", 128): (Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(128, 128, 8, 1), Tile(64, 64, 4, 2), Tile(64, 128, 4, 1)),
+    ("dq", 256): (Tile(64, 32, 8, 2), Tile(64, 64, 8, 1), Tile(64, 16, 8, 2)),
+}  # fmt: skip
+AMPERE = {
+    ("fwd", 64): (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)),
+    ("fwd", 128): (Tile(128, 64, 8, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 2)),
+    ("fwd", 256): (Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
+    ("dkdv", 64): (Tile(64, 64, 4, 2), Tile(64, 128, 8, 2), Tile(32, 64, 4, 3)),
+    ("dkdv", 128): (Tile(32, 64, 4, 2), Tile(64, 64, 8, 2), Tile(64, 128, 8, 1)),
+    ("dkdv", 256): (Tile(32, 32, 8, 1), Tile(16, 32, 4, 1)),
+    ("dq", 64): (Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 32, 4, 3)),
+    ("dq", 128): (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(128, 64, 8, 1)),
+    ("dq", 256): (Tile(32, 32, 8, 1), Tile(32, 16, 4, 1)),
+}
+WIDE = {  # fp32
+    ("fwd", 64): (Tile(64, 32, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
+    ("fwd", 128): (Tile(32, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 16, 8, 1)),
+    ("fwd", 256): (Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
+    ("dkdv", 64): (Tile(32, 32, 8, 1), Tile(32, 32, 4, 2), Tile(16, 32, 4, 1)),
+    ("dkdv", 128): (Tile(16, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)),
+    ("dkdv", 256): (Tile(16, 16, 8, 1),),
+    ("dq", 64): (Tile(32, 32, 8, 1), Tile(32, 32, 4, 2), Tile(32, 16, 4, 1)),
+    ("dq", 128): (Tile(32, 16, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)),
+    ("dq", 256): (Tile(16, 16, 8, 1),),
+}
+CDNA = {
+    ("fwd", 64): (Tile(128, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
+    ("fwd", 128): (Tile(64, 32, 4, 1), Tile(128, 32, 8, 1), Tile(128, 64, 8, 1)),
+    ("fwd", 256): (Tile(32, 32, 8, 1), Tile(64, 32, 8, 1)),
+    ("dkdv", 64): (Tile(32, 64, 4, 1), Tile(64, 64, 8, 1)),
+    ("dkdv", 128): (Tile(32, 64, 8, 1), Tile(32, 32, 4, 1)),
+    ("dkdv", 256): (Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
+    ("dq", 64): (Tile(64, 32, 4, 1), Tile(64, 64, 8, 1)),
+    ("dq", 128): (Tile(64, 32, 8, 1), Tile(32, 32, 4, 1)),
+    ("dq", 256): (Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
+}
+INTERPRETER = {"fwd": Tile(32, 32, 4, 1), "dkdv": Tile(32, 32, 4, 1), "dq": Tile(32, 32, 4, 1)}
+# Rates [TFLOP/s] to expect of forward and backward on an H200 (770 TFLOP/s of products), 16-bit, head width above 64 and up to 64.
+RATES = ((420.0, 330.0), (310.0, 220.0))
+
+
+def supports(p: AttentionProblem, device: Device, phase: str) -> str | None:
+    """16-bit and fp32, head widths in steps of 8 up to 256, by now without masks and dropout."""
+    if p.dtype == "fp64":
+        return "has no fp64 kernel"
+    if p.head_dim % 8 or not 8 <= p.head_dim <= WIDEST:
+        return f"takes head widths in steps of 8 from 8 to {WIDEST}"
+    if p.mask or p.key_padding or p.dropout_p:
+        return "has no kernel for masks and dropout"
+    return None
+
+
+def _tiles(p: AttentionProblem, device: Device, kernel: str) -> tuple[Tile, ...]:
+    """Tiles that fit the device's shared memory, best guess first; the smallest one where none does."""
+    if device.kind == "interpreter":
+        return (INTERPRETER[kernel],)
+    width, item = max(64, _block_d(p)), ITEM_SIZE[p.dtype]
+    hopper = device.kind == "cuda" and int(device.arch) >= 90
+    table = WIDE if p.dtype == "fp32" else CDNA if device.kind == "hip" else HOPPER if hopper else AMPERE
+    listed = table[kernel, width]
+    fitting = tuple(t for t in listed if _shared_bytes(t, kernel, width, item) <= device.shared_bytes - MARGIN)
+    return fitting or (min(listed, key=lambda t: _shared_bytes(t, kernel, width, item)),)
+
+
+def _shared_bytes(t: Tile, kernel: str, width: int, item: int) -> int:
+    """Tiles held in shared memory: what stays, and what streams by in stages."""
+    stays = {"fwd": t.block_m, "dkdv": 2 * t.block_n, "dq": 2 * t.block_m}[kernel]
+    streams = 2 * t.num_stages * (t.block_m if kernel == "dkdv" else t.block_n)
+    return (stays + streams) * width * item
+
+
+def configs(p: AttentionProblem, device: Device, phase: str) -> tuple[Tile, ...] | tuple[Backward, ...]:
+    """Tiles, best guess first. The backward's two kernels are independent: configuration i takes choice i of each, or its first."""
+    if phase == "fwd":
+        return _tiles(p, device, "fwd")
+    dkdv, dq = _tiles(p, device, "dkdv"), _tiles(p, device, "dq")
+    return tuple(Backward(dkdv[i if i < len(dkdv) else 0], dq[i if i < len(dq) else 0]) for i in range(max(len(dkdv), len(dq))))
+
+
+def determinism(p: AttentionProblem, config: object, phase: str) -> int:
+    """No atomics: one order of sums a configuration."""
+    return 1
+
+
+def predict_us(p: AttentionProblem, device: Device, phase: str) -> float:
+    """From the rates above in proportion to the device's products; fp32 products at a sixteenth (ieee) or a half (tf32) of 16-bit."""
+    rate = RATES[p.head_dim <= 64][phase == "bwd"] * device.product_tflops / 770.0
+    if p.dtype == "fp32":
+        rate /= 16.0 if p.products == "ieee" else 2.0
+    return cost(p, phase).total_flops / (rate * 1e6) + (1 if phase == "fwd" else 3) * device.launch_us
+
+
+def _block_d(p: AttentionProblem) -> int:
+    return max(16, triton.next_power_of_2(p.head_dim))
+
+
+def _strides(x: torch.Tensor) -> tuple[int, int, int]:
+    """Strides of batch, sequence and head."""
+    return (x.stride(0) if x.dim() == 4 else 0, x.stride(-3), x.stride(-2))
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    """The tensor as it lies; a copy only where the last dimension has a stride."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _num_tiles(p: AttentionProblem, length: int, block: int) -> int:
+    """Tiles of a sequence; with documents, as many as they may need whatever their lengths are."""
+    return triton.cdiv(length, block) if p.documents < 0 else length // block + p.documents
+
+
+def _scalars(p: AttentionProblem) -> tuple[float, float, int, int, int]:
+    return p.scale, p.softcap, int(p.bottom_right), p.left, p.right
+
+
+def _features(p: AttentionProblem) -> dict[str, object]:
+    return {
+        "LEFT": p.left >= 0,
+        "RIGHT": p.right >= 0,
+        "SOFTCAP": p.softcap > 0,
+        "PACKED": p.documents >= 0,
+        "WIDTH": p.head_dim,
+        "BLOCK_D": _block_d(p),
+        "PRECISION": p.products or "tf32",
+    }
+
+
+def _sizes(p: AttentionProblem) -> tuple[int, ...]:
+    """Heads, heads a key head, lengths, documents, steps of the bisection over documents."""
+    return p.heads, p.group, p.q_len, p.k_len, max(p.documents, 0), max(p.documents, 0).bit_length()
+
+
+def launch_fwd(
+    p: AttentionProblem, config: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+    keep: torch.Tensor | None, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out, contiguous, and lse [B, H, Sq] or [H, T]."""
+    q, k, v = _unit(q), _unit(k), _unit(v)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((*q.shape[:-3], p.heads, p.q_len), dtype=torch.float32, device=q.device)
+    tiles = _num_tiles(p, p.q_len, config.block_m)
+    launch(
+        _fwd_kernel, (tiles * p.heads * p.batch,), q, k, v, cu_q, cu_k, out, lse, tiles, *_sizes(p), *_strides(q), *_strides(k), *_strides(v), *_scalars(p),
+        **_features(p), BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return out, lse
+
+
+def launch_bwd(
+    p: AttentionProblem, config: Backward, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, mask: torch.Tensor | None, keep: torch.Tensor | None, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None,
+    state: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """dq, dk, dv, or the gradient of one projection, written through strides."""
+    q, k, v, dout = _unit(q), _unit(k), _unit(v), _unit(dout)
+    results, (dq, dk, dv) = gradients(p, q, k, v)
+    delta = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
+    num_rows, width = p.batch * p.q_len * p.heads, _block_d(p)
+    block = max(1, 8192 // width)
+    launch(
+        _delta_kernel, (triton.cdiv(num_rows, block),), dout, out, delta, num_rows, p.q_len, p.heads, *_strides(dout),
+        WIDTH=p.head_dim, BLOCK_D=width, BLOCK_M=block, num_warps=4,
+    )  # fmt: skip
+    inputs = (dout, q, k, v, lse, delta)
+    strides = (*_strides(dout), *_strides(q), *_strides(k), *_strides(v))
+    if p.need_dk or p.need_dv:
+        t, tiles = config.dkdv, _num_tiles(p, p.k_len, config.dkdv.block_n)
+        dk, dv = (x if x.dim() > 1 else torch.empty(k.shape, dtype=k.dtype, device=k.device) for x in (dk, dv))
+        launch(
+            _bwd_dkdv_kernel, (tiles * p.kv_heads * p.batch,), *inputs, cu_q, cu_k, dk, dv, tiles, *_sizes(p), *strides, *_strides(dk), *_strides(dv),
+            *_scalars(p), **_features(p), BLOCK_M=t.block_m, BLOCK_N=t.block_n, num_warps=t.num_warps, num_stages=t.num_stages,
+        )  # fmt: skip
+    if p.need_dq:
+        t, tiles = config.dq, _num_tiles(p, p.q_len, config.dq.block_m)
+        launch(
+            _bwd_dq_kernel, (tiles * p.heads * p.batch,), *inputs, cu_q, cu_k, dq, tiles, *_sizes(p), *strides, *_strides(dq), *_scalars(p),
+            **_features(p), BLOCK_M=t.block_m, BLOCK_N=t.block_n, num_warps=t.num_warps, num_stages=t.num_stages,
+        )  # fmt: skip
+    return results

@@ -1,0 +1,137 @@
+"""Forward kernels: a tile of queries walks the keys that it can see, first and last tiles with masks, those between without."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ops_math.ops._tiles.attention import LOG2E, finish_softmax, softmax_step, tanh_tile, visible_tile
+
+# Numbers that vary from call to call: a kernel is not compiled again where one of them is 1 or a multiple of 16.
+LENGTHS = ("num_tiles", "q_len", "k_len", "documents", "steps", "align", "left", "right")
+
+
+@triton.jit
+def place_document(cu_q_ptr, cu_k_ptr, tile, documents, steps, BLOCK: tl.constexpr):
+    """The document that a tile falls into, without reading lengths on the host: document d owns tiles from cu[d] // BLOCK + d on.
+
+    That leaves each document at least ceil(length / BLOCK) tiles and wastes at most one tile a document.
+    Returns first query, queries, first key, keys, and the tile within the document.
+    """
+    low = tile * 0
+    high = low + documents
+    for _ in range(steps):  # bisection: the last document that starts at or before the tile
+        middle = (low + high) // 2
+        before = tl.load(cu_q_ptr + middle).to(tl.int32) // BLOCK + middle <= tile
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    first_q, end_q = tl.load(cu_q_ptr + low).to(tl.int64), tl.load(cu_q_ptr + low + 1).to(tl.int64)
+    first_k, end_k = tl.load(cu_k_ptr + low).to(tl.int64), tl.load(cu_k_ptr + low + 1).to(tl.int64)
+    within = tile - (first_q.to(tl.int32) // BLOCK + low)
+    return first_q, (end_q - first_q).to(tl.int32), first_k, (end_k - first_k).to(tl.int32), within
+
+
+@triton.jit
+def load_rows(ptrs, offset, rows, num_rows, cols, CHECK: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A tile [rows, BLOCK_D]; zeros past the end where CHECK, and past the head's width where that is not a power of two."""
+    if CHECK:
+        if WIDTH != BLOCK_D:
+            return tl.load(ptrs + offset, mask=(rows < num_rows)[:, None] & (cols < WIDTH)[None, :], other=0.0)
+        return tl.load(ptrs + offset, mask=(rows < num_rows)[:, None], other=0.0)
+    if WIDTH != BLOCK_D:
+        return tl.load(ptrs + offset, mask=(cols < WIDTH)[None, :], other=0.0)
+    return tl.load(ptrs + offset)
+
+
+@triton.jit
+def key_range(first, last, k_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys that queries at positions first .. last see: low, full_low, full_high, high.
+
+    Tiles from full_low to full_high are seen whole by every query; those from low to full_low and from there to high need a mask.
+    """
+    high, full_high = k_len, k_len
+    if RIGHT:
+        high = tl.maximum(tl.minimum(last + right + 1, k_len), 0)
+        full_high = tl.maximum(tl.minimum(first + right + 1, k_len), 0)
+    full_high = full_high // BLOCK_N * BLOCK_N
+    low = k_len * 0
+    full_low = low
+    if LEFT:
+        low = tl.maximum(first - left, 0) // BLOCK_N * BLOCK_N
+        full_low = tl.minimum((tl.maximum(last - left, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N, tl.cdiv(high, BLOCK_N) * BLOCK_N)
+    return low, full_low, full_high, high
+
+
+@triton.jit
+def _walk_keys(
+    q, acc, top, total, k_ptrs, v_ptrs, k_stride, v_stride, at, cols, low, high, k_len, left, right, scale, softcap,
+    MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    for start in range(low, high, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        k = load_rows(k_ptrs, tl.cast(start, tl.int64) * k_stride, keys, k_len, cols, MASKED, WIDTH, BLOCK_D)
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        factor = scale * LOG2E
+        if SOFTCAP:
+            x = softcap * tanh_tile(x * (scale / softcap))
+            factor = LOG2E
+        if MASKED:
+            x = tl.where(visible_tile(at[:, None], keys[None, :], k_len, left, right, LEFT, RIGHT), x, float("-inf"))
+        e, shrink, top, total = softmax_step(x, factor, top, total, MASKED)
+        v = load_rows(v_ptrs, tl.cast(start, tl.int64) * v_stride, keys, k_len, cols, MASKED, WIDTH, BLOCK_D)
+        acc = tl.dot(e.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, top, total
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _fwd_kernel(
+    q_ptr, k_ptr, v_ptr, cu_q_ptr, cu_k_ptr, out_ptr, lse_ptr, num_tiles, num_heads, group, q_len, k_len, documents, steps,
+    q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
+    scale, softcap, align, left, right,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    tile = num_tiles - 1 - pid % num_tiles  # last tiles first: under a causal mask they are the longest
+    head = (pid // num_tiles % num_heads).to(tl.int64)
+    batch = (pid // num_tiles // num_heads).to(tl.int64)
+    tokens = q_len
+    first_q, first_k = batch * 0, batch * 0
+    if PACKED:
+        first_q, q_len, first_k, k_len, tile = place_document(cu_q_ptr, cu_k_ptr, tile, documents, steps, BLOCK_M)
+        if tile * BLOCK_M >= q_len:
+            return
+    rows, cols = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    shift = (k_len - q_len) * align
+    spread = tl.arange(0, BLOCK_N).to(tl.int64)[:, None]
+    q_base = q_ptr + batch * q_stride_b + head * q_stride_h + first_q * q_stride_s
+    k_ptrs = k_ptr + batch * k_stride_b + head // group * k_stride_h + first_k * k_stride_s + spread * k_stride_s + cols[None, :]
+    v_ptrs = v_ptr + batch * v_stride_b + head // group * v_stride_h + first_k * v_stride_s + spread * v_stride_s + cols[None, :]
+
+    q = load_rows(q_base + rows.to(tl.int64)[:, None] * q_stride_s + cols[None, :], 0, rows, q_len, cols, True, WIDTH, BLOCK_D)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+
+    first = tile * BLOCK_M + shift
+    low, full_low, full_high, high = key_range(first, first + BLOCK_M - 1, k_len, left, right, LEFT, RIGHT, BLOCK_N)
+    if LEFT:
+        acc, top, total = _walk_keys(
+            q, acc, top, total, k_ptrs, v_ptrs, k_stride_s, v_stride_s, rows + shift, cols, low, tl.minimum(full_low, high), k_len, left, right,
+            scale, softcap, True, LEFT, RIGHT, SOFTCAP, WIDTH, BLOCK_D, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    acc, top, total = _walk_keys(
+        q, acc, top, total, k_ptrs, v_ptrs, k_stride_s, v_stride_s, rows + shift, cols, full_low, full_high, k_len, left, right,
+        scale, softcap, False, LEFT, RIGHT, SOFTCAP, WIDTH, BLOCK_D, BLOCK_N, PRECISION,
+    )  # fmt: skip
+    acc, top, total = _walk_keys(
+        q, acc, top, total, k_ptrs, v_ptrs, k_stride_s, v_stride_s, rows + shift, cols, tl.maximum(full_low, full_high), high, k_len, left, right,
+        scale, softcap, True, LEFT, RIGHT, SOFTCAP, WIDTH, BLOCK_D, BLOCK_N, PRECISION,
+    )  # fmt: skip
+    divisor, lse = finish_softmax(top, total)
+
+    at = rows.to(tl.int64) + first_q
+    place = (batch * tokens + at)[:, None] * (num_heads * WIDTH) + (head * WIDTH + cols)[None, :]
+    mask = (rows < q_len)[:, None] & (cols < WIDTH)[None, :]
+    tl.store(out_ptr + place, (acc / divisor[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_ptr + (batch * num_heads + head) * tokens + at, lse, mask=rows < q_len)
