@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ops_math.dispatch import needs_grad, store_dtype
+from ops_math.dispatch import apply, needs_grad, store_dtype
 from ops_math.ops.dropout.op import OP as DROPOUT
 from ops_math.ops.glu.op import OP as GLU
 from ops_math.ops.glu.op_gelu import OP as GELU
@@ -81,12 +81,15 @@ def products(x: torch.Tensor, affines: tuple[Affine, ...]) -> tuple[torch.Tensor
     """The products of `x` [..., K] with several weights [N_i, K], biases added: [..., N_i] each."""
     flat = [t for pair in affines for t in pair]
     if needs_grad(x, *flat):
-        return _Products.apply(x, product_dtype(x), *flat)  # type: ignore[no-any-return]
+        return apply(_Products, x, product_dtype(x), *flat)  # type: ignore[no-any-return]
     return tuple(F.linear(x, w, b) for w, b in affines)
 
 
 class _GatedMlp(torch.autograd.Function):
-    """out = (act(x wg^T) * (x wu^T)) wd^T; saves x, gate and up."""
+    """out = (act(x wg^T) * (x wu^T)) wd^T; saves x, gate and up.
+
+    On a CPU also act(gate), as PyTorch does: a GPU computes it again in registers, a CPU in a pass of its own.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype | None, activation: str, *affines: torch.Tensor | None) -> torch.Tensor:
@@ -94,18 +97,20 @@ class _GatedMlp(torch.autograd.Function):
         wide = _as(x, dtype)
         gate = F.linear(wide, _as(wg, dtype), _as_optional(bg, dtype))  # type: ignore[arg-type]
         up = F.linear(wide, _as(wu, dtype), _as_optional(bu, dtype))  # type: ignore[arg-type]
-        ctx.save_for_backward(wide, gate, up, *affines)
+        keep = x.device.type == "cpu"
+        act, kept = GLU.fwd(gate, up, activation, "", keep, gate.dtype)
+        ctx.save_for_backward(wide, gate, up, kept if keep else None, *affines)
         ctx.dtype, ctx.x_dtype, ctx.activation = dtype, x.dtype, activation
-        return F.linear(GLU.fwd(gate, up, activation, "", gate.dtype), _as(wd, dtype), _as_optional(bd, dtype))  # type: ignore[arg-type]
+        return F.linear(act, _as(wd, dtype), _as_optional(bd, dtype))  # type: ignore[arg-type]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, gate, up, wg, bg, wu, bu, wd, bd = ctx.saved_tensors
+        x, gate, up, kept, wg, bg, wu, bu, wd, bd = ctx.saved_tensors
         need_x, _, _, need_wg, need_bg, need_wu, need_bu, need_wd, need_bd = ctx.needs_input_grad
         x_MK, dy_MN = _rows(x), _rows(dy)
         dact = (dy_MN @ _as(wd, ctx.dtype)).view(gate.shape)
-        dgate, dup, act = GLU.bwd(dact, gate, up, ctx.activation, "", True, True, need_wd)
+        dgate, dup, act = GLU.bwd(dact, gate, up, kept, ctx.activation, "", True, True, need_wd)
         del dact
         dgate, dup = _rows(dgate), _rows(dup)
         dwd = _weight_grad(dy_MN, _rows(act), wd) if need_wd else None
@@ -121,9 +126,9 @@ def gated_mlp(x: torch.Tensor, gate: Affine, up: Affine, down: Affine, activatio
     """`down(act(gate(x)) * up(x))` of `x` [..., K]; `activation` is silu, gelu or gelu_tanh."""
     flat = (*gate, *up, *down)
     if needs_grad(x, *flat):
-        return _GatedMlp.apply(x, product_dtype(x), activation, *flat)  # type: ignore[no-any-return]
+        return apply(_GatedMlp, x, product_dtype(x), activation, *flat)  # type: ignore[no-any-return]
     g, u = F.linear(x, *gate), F.linear(x, *up)
-    return F.linear(GLU.fwd(g, u, activation, "", g.dtype), *down)
+    return F.linear(GLU.fwd(g, u, activation, "", False, g.dtype)[0], *down)
 
 
 def _dropped(act: torch.Tensor, state: torch.Tensor | None, p: float) -> torch.Tensor:
@@ -174,6 +179,6 @@ def gelu_mlp(
     """`second(dropout(gelu(first(x))))` of `x` [..., K]; `state` is that of the dropout's random numbers, None for no dropout."""
     flat = (*first, *second)
     if needs_grad(x, *flat):
-        return _GeluMlp.apply(x, product_dtype(x), approximate, state, p, *flat)  # type: ignore[no-any-return]
+        return apply(_GeluMlp, x, product_dtype(x), approximate, state, p, *flat)  # type: ignore[no-any-return]
     h = F.linear(x, first[0])
     return F.linear(_dropped(GELU.fwd(h, first[1], approximate, h.dtype), state, p), *second)
