@@ -1,0 +1,221 @@
+"""Triton kernels for NVIDIA and AMD GPUs: elementwise, at the speed of memory.
+
+Tensors that are all contiguous are one long row; others are walked by rows with a stride each. The activation costs nothing
+beside the memory, so the backward computes it again from the gate.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ops_math.backends.launch import launch
+from ops_math.layout import as_rows
+from ops_math.ops._tiles.activation import activate, activate_with_slope
+from ops_math.ops.glu.problem import GluProblem
+from ops_math.ops.glu.triton_gpu_gelu import launch_activation
+from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device
+
+
+class Config(NamedTuple):
+    """Values a tile, warps."""
+
+    block: int
+    num_warps: int
+
+
+def supports(p: GluProblem, device: Device, phase: str) -> str | None:
+    """fp64 has no kernel; everything else does."""
+    return "has no fp64 kernel" if "fp64" in (p.gate, p.up, p.out) else None
+
+
+def configs(p: GluProblem, device: Device, phase: str) -> tuple[Config, ...]:
+    """One or two 16-byte accesses a thread and tensor; more threads or fewer."""
+    wave = 64 if device.kind == "hip" else 32
+    vector = 16 // max(ITEM_SIZE[p.gate], ITEM_SIZE[p.out])
+    return tuple(Config(wave * warps * vector * each, warps) for warps, each in ((4, 1), (8, 1), (4, 2), (2, 2), (8, 2)))
+
+
+@triton.jit
+def _fwd_kernel(
+    gate_ptr, up_ptr, y_ptr, num_rows, num_cols, gate_stride, up_stride, y_stride,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(num_cols, BLOCK_N)
+    rows = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    cols = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < num_rows) & (cols < num_cols)
+
+    gate = tl.load(gate_ptr + rows * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + rows * up_stride + cols, mask=mask, other=0.0).to(tl.float32)
+
+    y = activate(gate, ACTIVATION) * up
+
+    tl.store(y_ptr + rows * y_stride + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _fwd_pairs_kernel(
+    packed_ptr, y_ptr, num_rows, num_cols, packed_stride, y_stride, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    tiles = tl.cdiv(num_cols, BLOCK_N)
+    rows = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    cols = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < num_rows) & (cols < num_cols)
+    pair_offsets = (rows * packed_stride + 2 * cols)[:, :, None] + tl.arange(0, 2)[None, None, :]
+    pair_mask = tl.broadcast_to(mask[:, :, None], (BLOCK_M, BLOCK_N, 2))
+
+    gate, up = tl.split(tl.load(packed_ptr + pair_offsets, mask=pair_mask, other=0.0))
+
+    y = activate(gate.to(tl.float32), ACTIVATION) * up.to(tl.float32)
+
+    tl.store(y_ptr + rows * y_stride + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bwd_kernel(
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, num_rows, num_cols,
+    dy_stride, gate_stride, up_stride, dgate_stride, dup_stride, y_stride,
+    ACTIVATION: tl.constexpr, NEED_DUP: tl.constexpr, NEED_Y: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(num_cols, BLOCK_N)
+    rows = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    cols = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < num_rows) & (cols < num_cols)
+
+    dy = tl.load(dy_ptr + rows * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + rows * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + rows * up_stride + cols, mask=mask, other=0.0).to(tl.float32)
+
+    act, slope = activate_with_slope(gate, ACTIVATION)
+
+    tl.store(dgate_ptr + rows * dgate_stride + cols, (dy * up * slope).to(dgate_ptr.dtype.element_ty), mask=mask)
+    if NEED_DUP:
+        tl.store(dup_ptr + rows * dup_stride + cols, (dy * act).to(dup_ptr.dtype.element_ty), mask=mask)
+    if NEED_Y:
+        tl.store(y_ptr + rows * y_stride + cols, (act * up).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bwd_pairs_kernel(
+    dy_ptr, packed_ptr, dpacked_ptr, y_ptr, num_rows, num_cols, dy_stride, packed_stride, dpacked_stride, y_stride,
+    ACTIVATION: tl.constexpr, NEED_Y: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(num_cols, BLOCK_N)
+    rows = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    cols = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < num_rows) & (cols < num_cols)
+    pair = tl.arange(0, 2)[None, None, :]
+    pair_mask = tl.broadcast_to(mask[:, :, None], (BLOCK_M, BLOCK_N, 2))
+
+    dy = tl.load(dy_ptr + rows * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.load(packed_ptr + (rows * packed_stride + 2 * cols)[:, :, None] + pair, mask=pair_mask, other=0.0))
+
+    up = up.to(tl.float32)
+    act, slope = activate_with_slope(gate.to(tl.float32), ACTIVATION)
+    dpacked = tl.join(dy * up * slope, dy * act).to(dpacked_ptr.dtype.element_ty)
+
+    tl.store(dpacked_ptr + (rows * dpacked_stride + 2 * cols)[:, :, None] + pair, dpacked, mask=pair_mask)
+    if NEED_Y:
+        tl.store(y_ptr + rows * y_stride + cols, (act * up).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+class _Walk(NamedTuple):
+    """How tensors are walked: as `num_rows` rows of `num_cols` columns, one stride a tensor, in tiles."""
+
+    num_rows: int
+    num_cols: int
+    strides: tuple[int, ...]
+    block_m: int
+    block_n: int
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """One program a tile."""
+        return (triton.cdiv(self.num_rows, self.block_m) * triton.cdiv(self.num_cols, self.block_n),)
+
+
+def _walk(p: GluProblem, config: Config, *tensors: torch.Tensor) -> _Walk:
+    """`tensors` are matrices of p.rows; all contiguous ones are one row. In pairs kernels widths differ and all are contiguous or none."""
+    if all(t.is_contiguous() for t in tensors):
+        return _Walk(min(p.rows, 1), p.rows * p.cols, (0,) * len(tensors), 1, config.block)
+    block_n = min(triton.next_power_of_2(p.cols), config.block)
+    return _Walk(p.rows, p.cols, tuple(t.stride(0) for t in tensors), config.block // block_n, block_n)
+
+
+def _halves(p: GluProblem, gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up as matrices."""
+    if up is not None:
+        return as_rows(gate), as_rows(up)
+    packed = as_rows(gate)
+    return packed[:, : p.cols], packed[:, p.cols :]
+
+
+def launch_fwd(p: GluProblem, config: Config, gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """y [..., N] and, where it is to be kept, activation(gate) [..., N]."""
+    shape = (*gate.shape[:-1], p.cols)
+    y = torch.empty(shape, dtype=DTYPE_OF[p.out], device=gate.device)
+    act = torch.empty(shape if p.keep else (0,), dtype=y.dtype, device=gate.device)
+    if p.packing == "interleaved":
+        packed, y_rows = as_rows(gate), y.view(p.rows, p.cols)
+        walk = _walk(p, config, packed, y_rows)
+        launch(
+            _fwd_pairs_kernel, walk.grid, packed, y, walk.num_rows, walk.num_cols, *walk.strides,
+            ACTIVATION=p.activation, BLOCK_M=walk.block_m, BLOCK_N=walk.block_n, num_warps=config.num_warps,
+        )  # fmt: skip
+    else:
+        _launch_fwd(p, config, *_halves(p, gate, up), y.view(p.rows, p.cols))
+    if p.keep:
+        launch_activation(p.activation, gate[..., 0::2] if p.packing == "interleaved" else gate[..., : p.cols], act)
+    return y, act
+
+
+def _launch_fwd(p: GluProblem, config: Config, gate: torch.Tensor, up: torch.Tensor, y: torch.Tensor) -> None:
+    """y = activation(gate) up for matrices."""
+    walk = _walk(p, config, gate, up, y)
+    launch(
+        _fwd_kernel, walk.grid, gate, up, y, walk.num_rows, walk.num_cols, *walk.strides,
+        ACTIVATION=p.activation, BLOCK_M=walk.block_m, BLOCK_N=walk.block_n, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def launch_bwd(
+    p: GluProblem, config: Config, dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, act: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dgate (packed where the inputs were), dup, y; empty where not asked for. A kept activation is not looked at."""
+    dgate = torch.empty(gate.shape if p.need_dgate else (0,), dtype=gate.dtype, device=gate.device)
+    dup = torch.empty(dy.shape if up is not None and p.need_dup else (0,), dtype=gate.dtype if up is None else up.dtype, device=gate.device)
+    y = torch.empty(dy.shape if p.need_y else (0,), dtype=dy.dtype, device=gate.device)
+    dy_rows = as_rows(dy)
+    y_rows = y.view(p.rows, p.cols) if p.need_y else dy_rows
+    if p.packing == "interleaved":
+        _launch_bwd_pairs(p, config, dy_rows, as_rows(gate), dgate, y_rows)
+        return dgate, dup, y
+    gate_rows, up_rows = _halves(p, gate, up)
+    if not p.need_dgate:  # dup = activation(gate) dy has the form of the forward
+        if p.need_dup:
+            _launch_fwd(p, config, gate_rows, dy_rows, dup.view(p.rows, p.cols))
+        if p.need_y:
+            _launch_fwd(p, config, gate_rows, up_rows, y_rows)
+        return dgate, dup, y
+    dgate_rows = dgate.view(p.rows, dgate.shape[-1])
+    dup_rows = dgate_rows[:, p.cols :] if up is None else dup.view(p.rows, p.cols) if p.need_dup else dgate_rows
+    dgate_rows = dgate_rows[:, : p.cols]
+    walk = _walk(p, config, dy_rows, gate_rows, up_rows, dgate_rows, dup_rows, y_rows)
+    launch(
+        _bwd_kernel, walk.grid, dy_rows, gate_rows, up_rows, dgate_rows, dup_rows, y_rows, walk.num_rows, walk.num_cols, *walk.strides,
+        ACTIVATION=p.activation, NEED_DUP=p.need_dup, NEED_Y=p.need_y,
+        BLOCK_M=walk.block_m, BLOCK_N=walk.block_n, num_warps=config.num_warps,
+    )  # fmt: skip
+    return dgate, dup, y
+
+
+def _launch_bwd_pairs(p: GluProblem, config: Config, dy: torch.Tensor, packed: torch.Tensor, dpacked: torch.Tensor, y: torch.Tensor) -> None:
+    walk = _walk(p, config, dy, packed, dpacked.view(packed.shape), y)
+    launch(
+        _bwd_pairs_kernel, walk.grid, dy, packed, dpacked, y, walk.num_rows, walk.num_cols, *walk.strides,
+        ACTIVATION=p.activation, NEED_Y=p.need_y, BLOCK_M=walk.block_m, BLOCK_N=walk.block_n, num_warps=config.num_warps,
+    )  # fmt: skip
