@@ -11,9 +11,13 @@ from ops_math.backends.launch import launch
 from ops_math.ops.attention.problem import AttentionProblem, cost, gradients
 from ops_math.ops.attention.triton_gpu_bwd import _bwd_dkdv_kernel, _bwd_dq_kernel, _delta_kernel
 from ops_math.ops.attention.triton_gpu_fwd import _fwd_kernel
+from ops_math.ops.attention.triton_gpu_masked_bwd import _bwd_dkdv_masked_kernel, _bwd_dq_masked_kernel
+from ops_math.ops.attention.triton_gpu_masked_fwd import _fwd_masked_kernel
+from ops_math.rng import threshold
 from ops_math.spec import ITEM_SIZE, Device
 
 WIDEST = 256
+NO_BOUND = 2**30  # where the kernels with masks take a window bound as a number
 MARGIN = 2048  # shared memory [B] left for barriers and for exchanging results between warps
 
 
@@ -84,14 +88,17 @@ RATES = ((420.0, 330.0), (310.0, 220.0))
 
 
 def supports(p: AttentionProblem, device: Device, phase: str) -> str | None:
-    """16-bit and fp32, head widths in steps of 8 up to 256, by now without masks and dropout."""
-    if p.dtype == "fp64":
+    """16-bit and fp32, head widths in steps of 8 up to 256; everything else is a feature."""
+    if "fp64" in (p.dtype, p.mask):
         return "has no fp64 kernel"
     if p.head_dim % 8 or not 8 <= p.head_dim <= WIDEST:
         return f"takes head widths in steps of 8 from 8 to {WIDEST}"
-    if p.mask or p.key_padding or p.dropout_p:
-        return "has no kernel for masks and dropout"
     return None
+
+
+def _masked(p: AttentionProblem) -> bool:
+    """Whether the kernels with masks and dropout are needed."""
+    return bool(p.mask or p.key_padding or p.dropout_p)
 
 
 def _tiles(p: AttentionProblem, device: Device, kernel: str) -> tuple[Tile, ...]:
@@ -153,20 +160,18 @@ def _num_tiles(p: AttentionProblem, length: int, block: int) -> int:
     return triton.cdiv(length, block) if p.documents < 0 else length // block + p.documents
 
 
-def _scalars(p: AttentionProblem) -> tuple[float, float, int, int, int]:
-    return p.scale, p.softcap, int(p.bottom_right), p.left, p.right
-
-
 def _features(p: AttentionProblem) -> dict[str, object]:
-    return {
-        "LEFT": p.left >= 0,
-        "RIGHT": p.right >= 0,
+    own: dict[str, object] = {"LEFT": p.left >= 0, "RIGHT": p.right >= 0}
+    if _masked(p):
+        own = {"MASK": 0 if not p.mask else 1 if p.mask == "bool" else 2, "PADDING": p.key_padding, "DROPOUT": p.dropout_p > 0}
+    shared = {
         "SOFTCAP": p.softcap > 0,
         "PACKED": p.documents >= 0,
         "WIDTH": p.head_dim,
         "BLOCK_D": _block_d(p),
         "PRECISION": p.products or "tf32",
     }
+    return {**own, **shared}
 
 
 def _sizes(p: AttentionProblem) -> tuple[int, ...]:
@@ -174,50 +179,74 @@ def _sizes(p: AttentionProblem) -> tuple[int, ...]:
     return p.heads, p.group, p.q_len, p.k_len, max(p.documents, 0), max(p.documents, 0).bit_length()
 
 
+class _Lookup(NamedTuple):
+    """What hides and drops scores, in the order in which the kernels of the problem take it."""
+
+    pointers: tuple[torch.Tensor | None, ...]
+    strides: tuple[int, ...]
+    scalars: tuple[float, ...]
+
+
+def _lookup(
+    p: AttentionProblem, q: torch.Tensor, mask: torch.Tensor | None, keep: torch.Tensor | None, cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None, state: torch.Tensor | None,
+) -> _Lookup:  # fmt: skip
+    scalars = (p.scale, p.softcap, int(p.bottom_right))
+    if not _masked(p):
+        return _Lookup((cu_q, cu_k), (), (*scalars, p.left, p.right))
+    seen = q if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    kept = q if keep is None else keep.view(torch.uint8)
+    strides = (mask.stride() if mask is not None else (0,) * 4) + (keep.stride() if keep is not None else (0,) * 2)
+    bounds = (p.left if p.left >= 0 else NO_BOUND, p.right if p.right >= 0 else NO_BOUND)
+    return _Lookup((seen, kept, cu_q, cu_k, state), strides, (*scalars, *bounds, threshold(p.dropout_p), 1.0 / (1.0 - p.dropout_p)))
+
+
 def launch_fwd(
-    p: AttentionProblem, config: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-    keep: torch.Tensor | None, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, state: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    p: AttentionProblem, config: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *lookups: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """out, contiguous, and lse [B, H, Sq] or [H, T]."""
     q, k, v = _unit(q), _unit(k), _unit(v)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((*q.shape[:-3], p.heads, p.q_len), dtype=torch.float32, device=q.device)
-    tiles = _num_tiles(p, p.q_len, config.block_m)
+    tiles, extra = _num_tiles(p, p.q_len, config.block_m), _lookup(p, q, *lookups)
     launch(
-        _fwd_kernel, (tiles * p.heads * p.batch,), q, k, v, cu_q, cu_k, out, lse, tiles, *_sizes(p), *_strides(q), *_strides(k), *_strides(v), *_scalars(p),
-        **_features(p), BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
+        _fwd_masked_kernel if _masked(p) else _fwd_kernel, (tiles * p.heads * p.batch,), q, k, v, *extra.pointers, out, lse, tiles, *_sizes(p),
+        *_strides(q), *_strides(k), *_strides(v), *extra.strides, *extra.scalars, **_features(p), **_shape(config),
     )  # fmt: skip
     return out, lse
 
 
 def launch_bwd(
     p: AttentionProblem, config: Backward, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, mask: torch.Tensor | None, keep: torch.Tensor | None, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None,
-    state: torch.Tensor | None,
+    lse: torch.Tensor, *lookups: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """dq, dk, dv, or the gradient of one projection, written through strides."""
     q, k, v, dout = _unit(q), _unit(k), _unit(v), _unit(dout)
     results, (dq, dk, dv) = gradients(p, q, k, v)
     delta = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
-    num_rows, width = p.batch * p.q_len * p.heads, _block_d(p)
+    num_rows, width, extra = p.batch * p.q_len * p.heads, _block_d(p), _lookup(p, q, *lookups)
     block = max(1, 8192 // width)
     launch(
         _delta_kernel, (triton.cdiv(num_rows, block),), dout, out, delta, num_rows, p.q_len, p.heads, *_strides(dout),
         WIDTH=p.head_dim, BLOCK_D=width, BLOCK_M=block, num_warps=4,
     )  # fmt: skip
-    inputs = (dout, q, k, v, lse, delta)
-    strides = (*_strides(dout), *_strides(q), *_strides(k), *_strides(v))
+    pointers = (dout, q, k, v, lse, delta, *extra.pointers)
+    strides = (*_strides(dout), *_strides(q), *_strides(k), *_strides(v), *extra.strides)
     if p.need_dk or p.need_dv:
-        t, tiles = config.dkdv, _num_tiles(p, p.k_len, config.dkdv.block_n)
+        tiles = _num_tiles(p, p.k_len, config.dkdv.block_n)
         dk, dv = (x if x.dim() > 1 else torch.empty(k.shape, dtype=k.dtype, device=k.device) for x in (dk, dv))
         launch(
-            _bwd_dkdv_kernel, (tiles * p.kv_heads * p.batch,), *inputs, cu_q, cu_k, dk, dv, tiles, *_sizes(p), *strides, *_strides(dk), *_strides(dv),
-            *_scalars(p), **_features(p), BLOCK_M=t.block_m, BLOCK_N=t.block_n, num_warps=t.num_warps, num_stages=t.num_stages,
+            _bwd_dkdv_masked_kernel if _masked(p) else _bwd_dkdv_kernel, (tiles * p.kv_heads * p.batch,), *pointers, dk, dv, tiles, *_sizes(p),
+            *strides, *_strides(dk), *_strides(dv), *extra.scalars, **_features(p), **_shape(config.dkdv),
         )  # fmt: skip
     if p.need_dq:
-        t, tiles = config.dq, _num_tiles(p, p.q_len, config.dq.block_m)
+        tiles = _num_tiles(p, p.q_len, config.dq.block_m)
         launch(
-            _bwd_dq_kernel, (tiles * p.heads * p.batch,), *inputs, cu_q, cu_k, dq, tiles, *_sizes(p), *strides, *_strides(dq), *_scalars(p),
-            **_features(p), BLOCK_M=t.block_m, BLOCK_N=t.block_n, num_warps=t.num_warps, num_stages=t.num_stages,
+            _bwd_dq_masked_kernel if _masked(p) else _bwd_dq_kernel, (tiles * p.heads * p.batch,), *pointers, dq, tiles, *_sizes(p),
+            *strides, *_strides(dq), *extra.scalars, **_features(p), **_shape(config.dq),
         )  # fmt: skip
     return results
+
+
+def _shape(t: Tile) -> dict[str, int]:
+    return {"BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "num_warps": t.num_warps, "num_stages": t.num_stages}
