@@ -13,6 +13,7 @@ from ops_math.ops.cross_entropy.op_linear import linear_cross_entropy
 from ops_math.ops.dropout.op import dropout
 from ops_math.ops.glu.op import geglu, geglu_packed, swiglu, swiglu_packed
 from ops_math.ops.glu.op_gelu import gelu
+from ops_math.ops.layer_norm.op import add_layer_norm, layer_norm
 from ops_math.ops.rms_norm.op import add_rms_norm, rms_norm
 from ops_math.ops.rope.op import rope, rope_qkv
 from ops_math.ops.softmax.op import softmax
@@ -28,6 +29,7 @@ __all__ = [
     "Unsummed",
     "UnsupportedError",
     "__version__",
+    "add_layer_norm",
     "add_rms_norm",
     "attention",
     "attention_qkv",
@@ -41,6 +43,7 @@ __all__ = [
     "geglu_packed",
     "gelu",
     "is_enabled",
+    "layer_norm",
     "linear_cross_entropy",
     "part_of",
     "precision",

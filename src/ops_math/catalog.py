@@ -13,6 +13,7 @@ CATALOG: tuple[tuple[str, str], ...] = (
     ("cross_entropy", "ops_math.ops.cross_entropy.op"),
     ("linear_cross_entropy", "ops_math.ops.cross_entropy.op_linear"),
     ("rms_norm", "ops_math.ops.rms_norm.op"),
+    ("layer_norm", "ops_math.ops.layer_norm.op"),
     ("softmax", "ops_math.ops.softmax.op"),
     ("dropout", "ops_math.ops.dropout.op"),
     ("attention", "ops_math.ops.attention.op"),

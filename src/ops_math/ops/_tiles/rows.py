@@ -1,0 +1,38 @@
+"""Arithmetic of whole rows as tiles [BLOCK_M, BLOCK_N] in fp32: moments, and what norms send back."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def moments(x, cols, num_cols):
+    """(x - mean with masked columns zero, mean [M], mean square of the centred row [M]).
+
+    Two passes over registers, since E[x^2] - E[x]^2 cancels when a row has a large common offset. Masked columns of x must be zero.
+    """
+    mean = tl.sum(x, 1) / num_cols
+    centred = tl.where((cols < num_cols)[None, :], x - mean[:, None], 0.0)
+    return centred, mean, tl.sum(centred * centred, 1) / num_cols
+
+
+@triton.jit
+def merged_moments(count, mean, squares, block_count, block_mean, block_squares):
+    """Mean and sum of centred squares of two parts of a row together (Chan, Golub and LeVeque, 1979)."""
+    total = count + block_count
+    delta = block_mean - mean
+    share = block_count / total
+    return total, mean + delta * share, squares + block_squares + delta * delta * count * share
+
+
+@triton.jit
+def layer_norm_gradient(g, xhat, rstd, g_mean, dot_mean):
+    """(g - mean(g) - xhat mean(g xhat)) rstd, the means given as [M]."""
+    return (g - g_mean[:, None] - xhat * dot_mean[:, None]) * rstd[:, None]
+
+
+@triton.jit
+def rms_norm_gradient(g, xhat, rstd, dot_mean):
+    """(g - xhat mean(g xhat)) rstd, the mean given as [M]."""
+    return (g - xhat * dot_mean[:, None]) * rstd[:, None]

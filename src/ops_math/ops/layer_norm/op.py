@@ -1,0 +1,222 @@
+"""The contract: signature, checks, autograd, registration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ops_math import checks, settings
+from ops_math.dispatch import absent, define, needs_grad, store_dtype
+from ops_math.ops.layer_norm import plain
+from ops_math.ops.layer_norm.problem import LayerNormProblem
+from ops_math.rng import Rng, state_for
+from ops_math.spec import compute_dtype, product
+from ops_math.spec import dtype_name as name_of
+
+
+def _named(t: torch.Tensor | None) -> str:
+    return "" if t is None else name_of(t.dtype)
+
+
+def _problem_fwd(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
+    x_bias: torch.Tensor | None, state: torch.Tensor | None, eps: float, dropout_p: float, out: torch.dtype,
+) -> LayerNormProblem:  # fmt: skip
+    names = name_of(x.dtype), _named(residual), _named(weight), _named(bias), _named(x_bias), name_of(out)
+    return LayerNormProblem(product(x.shape[:-1]), x.shape[-1], *names, eps, dropout_p)
+
+
+def _problem_bwd(
+    dy: torch.Tensor, dsum: torch.Tensor | None, total: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor,
+    rstd: torch.Tensor, state: torch.Tensor | None, x_dtype: torch.dtype, bias_dtype: torch.dtype, x_bias_dtype: torch.dtype,
+    dropout_p: float, need_dtotal: bool, need_dx: bool, need_dw: bool, need_db: bool, need_dx_bias: bool,
+) -> LayerNormProblem:  # fmt: skip
+    residual = "" if x_dtype == total.dtype else name_of(total.dtype)
+    bias, x_bias = name_of(bias_dtype) if need_db else "", name_of(x_bias_dtype) if need_dx_bias else ""
+    names = name_of(x_dtype), residual, _named(weight), bias, x_bias, name_of(dy.dtype)
+    need = need_dtotal, need_dx, need_dw, need_db, need_dx_bias
+    return LayerNormProblem(product(total.shape[:-1]), total.shape[-1], *names, 0.0, dropout_p, _named(dsum), *need)
+
+
+def _fake_fwd(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
+    x_bias: torch.Tensor | None, state: torch.Tensor | None, eps: float, dropout_p: float, out: torch.dtype,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    total = absent(x) if residual is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
+    mean, rstd = (x.new_empty((product(x.shape[:-1]),), dtype=compute_dtype(total.dtype)) for _ in range(2))
+    return x.new_empty(x.shape, dtype=out), total, mean, rstd
+
+
+def _fake_bwd(
+    dy: torch.Tensor, dsum: torch.Tensor | None, total: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor,
+    rstd: torch.Tensor, state: torch.Tensor | None, x_dtype: torch.dtype, bias_dtype: torch.dtype, x_bias_dtype: torch.dtype,
+    dropout_p: float, need_dtotal: bool, need_dx: bool, need_dw: bool, need_db: bool, need_dx_bias: bool,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    dtotal = total.new_empty(total.shape) if need_dtotal else absent(total)
+    dx = total.new_empty(total.shape, dtype=x_dtype) if need_dx else absent(total)
+    dw = weight.new_empty(weight.shape) if need_dw and weight is not None else absent(total)
+    db = total.new_empty(total.shape[-1:], dtype=bias_dtype) if need_db else absent(total)
+    return dtotal, dx, dw, db, total.new_empty(total.shape[-1:], dtype=x_bias_dtype) if need_dx_bias else absent(total)
+
+
+OP = define(
+    "layer_norm",
+    __package__,
+    fwd="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? x_bias, Tensor? state, float eps, float dropout_p,"
+    " ScalarType out) -> (Tensor, Tensor, Tensor, Tensor)",
+    bwd="(Tensor dy, Tensor? dsum, Tensor total, Tensor? weight, Tensor mean, Tensor rstd, Tensor? state, ScalarType x_dtype,"
+    " ScalarType bias_dtype, ScalarType x_bias_dtype, float dropout_p, bool need_dtotal, bool need_dx, bool need_dw, bool need_db,"
+    " bool need_dx_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake_fwd=_fake_fwd,
+    fake_bwd=_fake_bwd,
+    problem_fwd=_problem_fwd,
+    problem_bwd=_problem_bwd,
+    implementations=("triton_gpu", "vendor", "eager"),
+)
+
+
+class _LayerNorm(torch.autograd.Function):
+    """y = norm(x); saves x, mean and rstd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, out: torch.dtype
+    ) -> torch.Tensor:
+        y, _, mean, rstd = OP.fwd(x, None, weight, bias, None, None, eps, 0.0, out)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.bias_dtype = x.dtype if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        dtypes = x.dtype, ctx.bias_dtype, x.dtype
+        dx, _, dw, db, _ = OP.bwd(dy, None, x, weight, mean, rstd, None, *dtypes, 0.0, need_dx, False, need_dw, need_db, False)
+        return dx if need_dx else None, dw if need_dw else None, db if need_db else None, None, None
+
+
+class _AddLayerNorm(torch.autograd.Function):
+    """s = dropout(x + x_bias) + residual, y = norm(s); saves s, mean, rstd and the state of the mask."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
+        x_bias: torch.Tensor | None, state: torch.Tensor | None, eps: float, dropout_p: float, out: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        y, total, mean, rstd = OP.fwd(x, residual, weight, bias, x_bias, state, eps, dropout_p, out)
+        ctx.save_for_backward(total, weight, mean, rstd, state)
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = x.dtype, *(x.dtype if t is None else t.dtype for t in (bias, x_bias))
+        ctx.options = dropout_p, residual.dtype, out
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None) -> tuple[Any, ...]:
+        total, weight, mean, rstd, state = ctx.saved_tensors
+        dropout_p, residual_dtype, out = ctx.options
+        if dy is None:
+            if dsum is None:
+                return (None,) * 9
+            dy = torch.zeros_like(total, dtype=out)
+        need_dx, need_dresidual, need_dw, need_db, need_dx_bias = ctx.needs_input_grad[:5]
+        differs = state is not None or ctx.dtypes[0] != total.dtype
+        need = need_dresidual or (need_dx and not differs), need_dx and differs, need_dw, need_db, need_dx_bias
+        dtotal, dx, dw, db, dx_bias = OP.bwd(dy, dsum, total, weight, mean, rstd, state, *ctx.dtypes, dropout_p, *need)
+        found = dx if differs else dtotal, dtotal.to(residual_dtype), dw, db, dx_bias
+        return *(g if wanted else None for g, wanted in zip(found, ctx.needs_input_grad[:5], strict=True)), None, None, None, None
+
+
+def _check(operator: str, x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
+    checks.floating(operator, "x", x)
+    checks.at_least_1d(operator, "x", x)
+    for name, value in parameters.items():
+        if value is not None:
+            checks.floating(operator, name, value)
+            checks.shape(operator, name, value, x.shape[-1:], "the last dimension of x")
+    checks.same_device(operator, "x", x, **parameters)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, *, eps: float = 1e-5) -> torch.Tensor:
+    """Layer normalisation over the last dimension.
+
+    y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias
+
+    Args:
+        x: [..., N], fp32, bf16, fp16 or fp64, any strides.
+        weight: [N], of any floating dtype, or None for no scaling.
+        bias: [N], of any floating dtype, or None for no shift.
+        eps: added to the variance.
+
+    Returns:
+        [..., N], contiguous, of the dtype of `x` (under autocast: autocast's dtype).
+
+    Precision: arithmetic and sums in fp32 (fp64 for fp64); the variance from centred values; one rounding, at the store. The
+    parameters' gradients are summed in fp32.
+    Determinism: level 1; the order of sums depends on the shape and the device only.
+    Raises: ArgumentError for an integer input, parameters of another width or device.
+    Source: Ba, Kiros and Hinton, Layer Normalization, 2016; backward derived in DESIGN.md.
+    """
+    _check("layer_norm", x, weight=weight, bias=bias)
+    if not settings.active():
+        return plain.layer_norm(x, weight, bias, eps=eps)
+    out = store_dtype(x)
+    if needs_grad(x, weight, bias):
+        return _LayerNorm.apply(x, weight, bias, eps, out)
+    return OP.fwd(x, None, weight, bias, None, None, eps, 0.0, out)[0]
+
+
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    dropout_p: float = 0.0,
+    rng: Rng | None = None,
+    x_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bias, dropout, residual addition and layer normalisation in one pass.
+
+    s = dropout(x + x_bias) + residual;  y = (s - mean(s)) / sqrt(mean((s - mean(s))^2) + eps) * weight + bias
+
+    Args:
+        x: [..., N].
+        residual: [..., N], of the same shape; its dtype may be wider (an fp32 residual stream).
+        weight: [N] or None.
+        bias: [N] or None.
+        eps: added to the variance.
+        dropout_p: chance of dropping an element of x + x_bias, in [0, 1); the mask is that of `dropout`, and is not stored.
+        rng: where the mask comes from; None draws a key from PyTorch's generator. Not looked at when `dropout_p` is 0.
+        x_bias: [N] or None, the bias of the linear layer whose product `x` is; added in fp32, unrounded.
+
+    Returns:
+        (y, s): y as in `layer_norm`; s [..., N] of the wider dtype of `x` and `residual`, rounded once, and normalised as rounded.
+
+    Precision: as `layer_norm`.
+    Determinism: level 1; the mask depends on the key and the place alone.
+    Raises: ArgumentError for shapes that differ (nothing is broadcast), integer inputs, parameters of another width or device, a
+    `dropout_p` outside [0, 1), an Rng on another device.
+    Source: as `layer_norm` and `dropout`.
+    """
+    _check("add_layer_norm", x, weight=weight, bias=bias, x_bias=x_bias)
+    checks.floating("add_layer_norm", "residual", residual)
+    checks.same_shape("add_layer_norm", "x", x, "residual", residual)
+    checks.same_device("add_layer_norm", "x", x, residual=residual)
+    checks.probability("add_layer_norm", "dropout_p", dropout_p)
+    if not settings.active():
+        return plain.add_layer_norm(x, residual, weight, bias, eps=eps, dropout_p=dropout_p, rng=rng, x_bias=x_bias)
+    state = state_for("add_layer_norm", rng, x.device) if dropout_p else None
+    out = store_dtype(x)
+    if needs_grad(x, residual, weight, bias, x_bias):
+        return _AddLayerNorm.apply(x, residual, weight, bias, x_bias, state, eps, dropout_p, out)
+    y, total, _, _ = OP.fwd(x, residual, weight, bias, x_bias, state, eps, dropout_p, out)
+    return y, total
+
+
+OP.public = {"layer_norm": layer_norm, "add_layer_norm": add_layer_norm}
