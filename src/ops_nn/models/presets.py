@@ -138,4 +138,4 @@ def build(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         model = LlamaForCausalLM(config) if isinstance(config, LlamaConfig) else BertForMaskedLM(config)
     model.reset_parameters(torch.Generator(device=device).manual_seed(seed))
-    return model.to(dtype)
+    return model if dtype == torch.float32 else model.to(dtype)

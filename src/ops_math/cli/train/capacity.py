@@ -101,7 +101,9 @@ def check(config: TrainConfig) -> None:
 
 def refuse(config: TrainConfig, needed: Need, free: int, what: str) -> NoReturn:
     """Say what was asked for and what would fit."""
-    checks.refuse(f"{COMMAND}: out of memory for {config.model} with batches of {config.batch} x {config.seq}", what, advice(config, needed, free))
+    checks.refuse(
+        f"{COMMAND}: out of memory for {config.model} with batches of {config.batch:,} x {config.seq:,}", what, advice(config, needed, free)
+    )
 
 
 def advice(config: TrainConfig, needed: Need, free: int) -> str:
@@ -130,7 +132,12 @@ def explain(error: BaseException, config: TrainConfig, free_at_start: int) -> No
     found = ASKED.search(text)
     asked = "an allocation failed" if found is None else f"an allocation of {found[1] or gib(int(found[2]))} failed"
     needed = need(config)
-    refuse(config, needed, free_at_start, f"{asked}; the run needs about {gib(needed.total(config.batch))}, and {gib(free_at_start)} were available")
+    refuse(
+        config,
+        needed,
+        free_at_start,
+        f"{asked}; the run needs about {gib(needed.total(config.batch))}, and {gib(free_at_start)} were available",
+    )
 
 
 def gib(size: int) -> str:

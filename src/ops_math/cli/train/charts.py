@@ -35,7 +35,7 @@ LINE: dict[str, dict[str, Any]] = {
 }
 WIDTH, HEIGHT = 6.4, 3.3
 MOST_POINTS = 400
-STYLE = {
+STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "font.size": 11.0,
     "text.color": INK,
@@ -57,7 +57,8 @@ STYLE = {
 
 def draw(name: str, title: str, paint: Callable[[Axes], None], height: float = HEIGHT) -> str:
     """One chart as an SVG element; `title` is what a screen reader says."""
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+    style: Any = STYLE | {"svg.hashsalt": name}
+    with matplotlib.rc_context(style):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.add_subplot()
         paint(axes)
@@ -71,8 +72,9 @@ def _for_page(svg: str, name: str, title: str) -> str:
     svg = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{title}">', svg, count=1)
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, count=1, flags=re.DOTALL)
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
-    # Ids of the axes' parts are alike in all charts of a page.
-    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
+    # matplotlib numbers the parts of every figure alike; only ids that something refers to are kept, and those are salted.
+    used = set(re.findall(r"#([\w-]+)", svg))
+    svg = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg)
     for colour, variable in VARIABLES.items():
         svg = svg.replace(colour, variable)
     return svg
@@ -83,9 +85,13 @@ def charts(result: Result) -> list[dict[str, str]]:
     ran = [v for v in result.variants if v.losses]
     made = []
     if ran:
-        made.append(_chart("loss", "Loss", "Cross entropy in nats per token, before each step's update.", lambda axes: paint_losses(axes, ran)))
+        made.append(
+            _chart("loss", "Loss", "Cross entropy in nats per token, before each step's update.", lambda axes: paint_losses(axes, ran))
+        )
     if len(ran) > 1:
-        caption = "Distance of each loss curve from plain PyTorch's, on a logarithmic scale. Steps on which two losses are equal are not drawn."
+        caption = (
+            "Distance of each loss curve from plain PyTorch's, on a logarithmic scale. Steps on which two losses are equal are not drawn."
+        )
         made.append(_chart("difference", "Loss difference", caption, lambda axes: paint_differences(axes, ran, result.noise_losses)))
     if any(v.timed for v in ran):
         caption = "Each dot is a step; the bar spans the middle half, the tick is the median."

@@ -64,7 +64,7 @@ def write(path: Path, state: State, runs: dict[str, Run]) -> None:
     """
     if path.exists():
         read_state(path, "it is in the way of a new checkpoint and is left as it is")
-    tensors = {f"{name}/{key}": value.detach().cpu().contiguous() for name, run in runs.items() for key, value in run.tensors().items()}
+    tensors = {f"{name}/{key}": _alone(value) for name, run in runs.items() for key, value in run.tensors().items()}
     tensors[RNG_CPU] = torch.get_rng_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         tensors[RNG_CUDA] = torch.cuda.get_rng_state()
@@ -72,7 +72,15 @@ def write(path: Path, state: State, runs: dict[str, Run]) -> None:
     try:
         _replace(path, tensors, metadata)
     except (OSError, SafetensorError) as error:
-        checks.refuse(f"{COMMAND}: the checkpoint {path}", f"it cannot be written ({error})", "Free space or choose another --report folder")
+        checks.refuse(
+            f"{COMMAND}: the checkpoint {path}", f"it cannot be written ({error})", "Free space or choose another --report folder"
+        )
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """On the CPU, contiguous, with a storage of its own: the format takes no views of one buffer."""
+    copy = tensor.detach().cpu().contiguous()
+    return copy if copy.untyped_storage().nbytes() == copy.nbytes else copy.clone()
 
 
 def _replace(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -102,7 +110,11 @@ def find(given: Path) -> Path:
     path = given / FILE_NAME if given.is_dir() else given
     if not path.is_file():
         checks.fail(
-            COMMAND, "--resume", f"a checkpoint, or a report folder with {FILE_NAME} in it", f"{given}, where there is none", "Correct the path."
+            COMMAND,
+            "--resume",
+            f"a checkpoint, or a report folder with {FILE_NAME} in it",
+            f"{given}, where there is none",
+            "Correct the path.",
         )
     return path
 
@@ -149,12 +161,12 @@ def restore(path: Path, state: State, runs: dict[str, Run]) -> None:
     """
     tensors: dict[str, dict[str, Tensor]] = {name: {} for name in runs}
     with safe_open(path, "pt") as file:
-        for key in file.keys():  # noqa: SIM118  safe_open is no mapping
+        for key in file.keys():
             name, _, rest = key.partition("/")
             if name in tensors:
                 tensors[name][rest] = file.get_tensor(key)
         torch.set_rng_state(file.get_tensor(RNG_CPU))
-        if torch.cuda.is_available() and RNG_CUDA in file.keys():  # noqa: SIM118
+        if torch.cuda.is_available() and RNG_CUDA in file.keys():
             torch.cuda.set_rng_state(file.get_tensor(RNG_CUDA))
     for name, run in runs.items():
         run.load_tensors(tensors[name], str(path))

@@ -20,16 +20,23 @@ INTERRUPTED = 130
 def train(
     model: Annotated[str | None, typer.Option(help="Model size; `help` lists them.  [default: llama-tiny]", show_default=False)] = None,
     data: Annotated[
-        Path | None, typer.Option(help="A text file, or a folder of them.  [default: the documentation that CPython ships]", show_default=False)
+        Path | None,
+        typer.Option(help="A text file, or a folder of them.  [default: the documentation that CPython ships]", show_default=False),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.  [default: 60]", show_default=False)] = None,
     compare: Annotated[
-        bool | None, typer.Option("--compare/--no-compare", help="Train plain PyTorch and torch.compile beside it, step by step.", show_default=False)
+        bool | None,
+        typer.Option("--compare/--no-compare", help="Train plain PyTorch and torch.compile beside it, step by step.", show_default=False),
     ] = None,
     report_folder: Annotated[
-        Path | None, typer.Option("--report", help="Folder for report.html, report.json and the checkpoint.  [default: ops-math-report]", show_default=False)
+        Path | None,
+        typer.Option(
+            "--report", help="Folder for report.html, report.json and the checkpoint.  [default: ops-math-report]", show_default=False
+        ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.  [default: cuda where there is a GPU]", show_default=False)] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N.  [default: cuda where there is a GPU]", show_default=False)
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="fp32, or autocast to bf16 or fp16; parameters stay fp32.  [default: fp32]", show_default=False)
     ] = None,
@@ -41,9 +48,13 @@ def train(
         str | None,
         typer.Option(help="How ops-math's kernels multiply fp32 matrices: default, ieee or tf32.  [default: default]", show_default=False),
     ] = None,
-    resume: Annotated[Path | None, typer.Option(help="A checkpoint, or the report folder of a run that was stopped.", show_default=False)] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="A checkpoint, or the report folder of a run that was stopped.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write the result to stdout as JSON, and nothing else.")] = False,
-    cache: Annotated[Path | None, typer.Option(help="Folder for trained tokenizers.  [default: the user's cache]", show_default=False)] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder for trained tokenizers.  [default: the user's cache]", show_default=False)
+    ] = None,
 ) -> None:
     """Train a language model on real text with ops-math, and see what it changes.
 

@@ -102,7 +102,7 @@ def resolve(asked: dict[str, Any], resumed: dict[str, Any] | None = None, origin
     name = asked["model"] if asked["model"] is not None else "llama-tiny"
     checks.one_of(COMMAND, "--model", name, tuple(PRESETS))
     preset = PRESETS[name]
-    defaults = {
+    defaults: dict[str, Any] = {
         "model": name,
         "steps": 60,
         "batch": preset.batch,

@@ -63,7 +63,9 @@ def load(path: Path | None) -> Corpus:
         documents, source = [Document(path.name, read_text(path))], str(path)
     else:
         got = f"{path}, which is neither" if path.exists() else f"{path}, which does not exist"
-        checks.fail(COMMAND, "--data", "a text file or a folder of text files", got, "Correct the path, or leave --data out for built-in text.")
+        checks.fail(
+            COMMAND, "--data", "a text file or a folder of text files", got, "Correct the path, or leave --data out for built-in text."
+        )
     return Corpus(source, *split(documents))
 
 
@@ -79,7 +81,9 @@ def read_text(path: Path) -> str:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        checks.fail(COMMAND, "--data", "text in UTF-8", f"{path}, which is not (byte 0x{raw[error.start]:02x} at offset {error.start})", advice)
+        checks.fail(
+            COMMAND, "--data", "text in UTF-8", f"{path}, which is not (byte 0x{raw[error.start]:02x} at offset {error.start})", advice
+        )
     if not text.strip():
         checks.fail(COMMAND, "--data", "text", f"{path}, which is empty", advice)
     return text

@@ -56,7 +56,7 @@ class Data:
         self.train, self.held_out, self.config, self.mask_ids, self.source = train, held_out, config, mask_ids, source
         needed = config.tokens_per_step + 1
         if len(train) < needed or len(held_out) < 2:
-            needs = f"at least {needed:,} tokens, one batch of {config.batch} x {config.seq}, besides a held-out part"
+            needs = f"at least {needed:,} tokens, one batch of {config.batch:,} x {config.seq:,}, besides a held-out part"
             got = f"{len(train):,} and {len(held_out):,} held out, from {source}"
             checks.fail(COMMAND, "--data", needs, got, "Give more text, or lower --batch or --seq.")
         self.windows = (len(train) - 1) // config.seq
@@ -92,8 +92,8 @@ class Data:
 
     def _batch(self, rows: Tensor, purpose: str) -> Batch:
         if not self.config.preset.masked:
-            return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
-        return mask_tokens(rows[:, :-1].contiguous(), self.mask_ids, generator(self.config.seed, purpose))
+            return Batch(rows[:, :-1].clone(), rows[:, 1:].clone())
+        return mask_tokens(rows[:, :-1].clone(), self.mask_ids, generator(self.config.seed, purpose))
 
 
 def mask_tokens(tokens: Tensor, ids: MaskIds, random: torch.Generator) -> Batch:
@@ -124,7 +124,7 @@ def generator(seed: int, purpose: str) -> torch.Generator:
 
 def mask_ids(trained: Tokenizer) -> MaskIds:
     """The ids that masking needs. Special tokens come first in our tokenizers."""
-    return MaskIds(trained.token_to_id(tokenizer.MASK), len(tokenizer.SPECIAL), trained.get_vocab_size())
+    return MaskIds(tokenizer.token_id(trained, tokenizer.MASK), len(tokenizer.SPECIAL), trained.get_vocab_size())
 
 
 def load(path: Path | None, config: TrainConfig, cache: Path) -> Data:

@@ -24,7 +24,7 @@ class Display:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console if console is not None else Console(stderr=True)
-        columns = (TextColumn("{task.description:<11}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"))
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"))
         left = (TimeRemainingColumn(), TextColumn("left", style="dim"))
         self.progress = Progress(*columns, *left, console=self.console, disable=not self.console.is_terminal)
         self.totals: dict[TaskID, int] = {}
@@ -56,15 +56,10 @@ class Display:
 
 
 def figures(runs: dict[str, Run], config: TrainConfig) -> str:
-    """Loss and speed of the last steps, for the bar."""
-    shown = []
-    for run in runs.values():
-        recent = run.step_times[-8:]
-        if recent:
-            speed = config.tokens_per_step / statistics.median(recent)
-            name = f"{run.label} " if len(runs) > 1 else ""
-            shown.append(f"{name}loss {run.losses[-1]:.3f} {speed:,.0f} tokens/s")
-    return "  ".join(shown)
+    """Loss and speed of the last steps, for the bar; of ops-math's run where there are several."""
+    run = list(runs.values())[-1]
+    speed = config.tokens_per_step / statistics.median(run.step_times[-8:])
+    return f"loss {run.losses[-1]:.3f}  {speed:,.0f} tokens/s"
 
 
 def result_table(result: Result) -> Table:

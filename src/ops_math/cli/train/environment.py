@@ -56,7 +56,11 @@ def device_name(device: torch.device) -> str:
         facts = torch.cuda.get_device_properties(device)
         return f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB"
     cpuinfo = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] if cpuinfo.exists() else []
+    names = (
+        [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        if cpuinfo.exists()
+        else []
+    )
     return names[0] if names else platform.processor() or platform.machine()
 
 

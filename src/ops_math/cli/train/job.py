@@ -21,6 +21,8 @@ from ops_math.cli.train.memory import Measurement
 from ops_math.cli.train.result import Result
 from ops_math.cli.train.session import Session
 
+STOPPED = Measurement(error="the run was stopped first")
+
 
 class Stop:
     """Ctrl-C (or SIGTERM) as a wish to stop after the step; the second one stops at once."""
@@ -31,6 +33,7 @@ class Stop:
         self._before: dict[signal.Signals, Any] = {}
 
     def __call__(self) -> bool:
+        """Whether to stop."""
         return self.wanted
 
     def __enter__(self) -> Stop:
@@ -70,11 +73,15 @@ def prepare_folder(folder: Path, resumed: Path | None) -> None:
     done, steps = state.step, state.config["steps"]
     if done < steps:
         checks.refuse(
-            what, f"it holds a run that stopped after step {done} of {steps}", f"Go on with it by --resume {folder}, or choose another --report"
+            what,
+            f"it holds a run that stopped after step {done} of {steps}",
+            f"Go on with it by --resume {folder}, or choose another --report",
         )
 
 
-def run(config: TrainConfig, data_path: Path | None, folder: Path, cache: Path, resumed: tuple[Path, State] | None, display: Display) -> Result:
+def run(
+    config: TrainConfig, data_path: Path | None, folder: Path, cache: Path, resumed: tuple[Path, State] | None, display: Display
+) -> Result:
     """Train, measure and write the report.
 
     Args:
@@ -156,9 +163,12 @@ def _measure(training: Session, display: Display, stop: Stop) -> dict[str, Measu
     found = {}
     for done, name in enumerate(names, start=1):
         if stop():
-            found[name] = Measurement(error="stopped before it was measured")
+            found[name] = STOPPED
             continue
         found[name] = memory.measure_apart(name, training.config, batch)
+        if found[name].error and stop():
+            # Ctrl-C in a terminal reaches the child too.
+            found[name] = STOPPED
         display.advance(task, done, LABELS[name])
     return found
 

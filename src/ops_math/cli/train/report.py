@@ -40,7 +40,9 @@ def write(folder: Path, result: Result) -> None:
         _replace(folder / JSON_NAME, json.dumps(to_json(result), indent=2) + "\n")
         _replace(folder / HTML_NAME, to_html(result))
     except OSError as error:
-        checks.refuse(f"{COMMAND}: the report in {folder}", f"it cannot be written ({error.strerror})", "Free space or choose another --report folder")
+        checks.refuse(
+            f"{COMMAND}: the report in {folder}", f"it cannot be written ({error.strerror})", "Free space or choose another --report folder"
+        )
 
 
 def _replace(path: Path, text: str) -> None:
@@ -72,7 +74,11 @@ def _strict(value: Any) -> Any:
 def to_html(result: Result) -> str:
     """The page."""
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("ops_math.cli.train", "templates"), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.PackageLoader("ops_math.cli.train", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     drawn = [chart | {"svg": Markup(chart["svg"])} for chart in charts.charts(result)]
     return environment.get_template("report.html.jinja").render(
@@ -95,7 +101,11 @@ def headlines(result: Result) -> list[Headline]:
     if plain is None or not plain.losses:
         peak = table.measured(ours, lambda m: table.mebibytes(m.peak_bytes))
         return [
-            Headline(table.loss(ours.losses[-1]), "last loss", f"from {table.loss(ours.losses[0])}, validation {table.loss(ours.validation_loss)}"),
+            Headline(
+                table.loss(ours.losses[-1]),
+                "last loss",
+                f"from {table.loss(ours.losses[0])}, validation {table.loss(ours.validation_loss)}",
+            ),
             Headline(table.milliseconds(ours.median), "a step", f"{ours.tokens_per_s:,.0f} tokens/s" if ours.tokens_per_s else ""),
             Headline(peak, "peak memory", "of one training step"),
         ]
@@ -116,7 +126,9 @@ def _memory(result: Result) -> Headline:
     if len(measured) < 2 or any(m is None or m.error for m in measured):
         return Headline(table.MISSING, "of its peak memory", "not measured")
     ours, plain = (m.peak_bytes for m in measured if m is not None)
-    return Headline(f"{ours / plain:.0%}".replace("%", " %"), "of its peak memory", f"{table.mebibytes(ours)} against {table.mebibytes(plain)}")
+    return Headline(
+        f"{ours / plain:.0%}".replace("%", " %"), "of its peak memory", f"{table.mebibytes(ours)} against {table.mebibytes(plain)}"
+    )
 
 
 def _agreement(result: Result) -> Headline:

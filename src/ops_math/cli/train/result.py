@@ -197,7 +197,8 @@ def verdict(variants: list[VariantResult], ratios: dict[str, Ratio], noise_floor
         return f"The loss stopped being a number in {' and '.join(broken)}: lower --lr or choose another --dtype."
     if PLAIN not in ran:
         time = f"{ours.median:.3g} s a step, {ours.tokens_per_s:,.0f} tokens/s" if ours.median and ours.tokens_per_s else "no step timed"
-        return f"ops-math took {config.model} from a loss of {ours.losses[0]:.3f} to {ours.losses[-1]:.3f} in {len(ours.losses)} steps ({time})."
+        first, last = ours.losses[0], ours.losses[-1]
+        return f"ops-math took {config.model} from a loss of {first:.3f} to {last:.3f} in {len(ours.losses)} steps ({time})."
     plain = ran[PLAIN]
     parts = [time_phrase(ratios.get(OPS_MATH)), memory_phrase(ours.measurement, plain.measurement), loss_phrase(ours, noise_floor)]
     sentence = "ops-math " + ", ".join(part for part in parts if part)
@@ -237,7 +238,11 @@ def loss_phrase(ours: VariantResult, noise_floor: float | None) -> str:
         return "and its loss is the same to the last bit"
     if found <= NOISE_FACTOR * noise_floor:
         return f"and its loss differs by no more than rounding makes it differ ({found:.1e}, noise floor {noise_floor:.1e})"
-    times = f"{found / noise_floor:.0f} times the noise floor of {noise_floor:.1e}" if noise_floor else "while one ulp in the weights moved nothing"
+    times = (
+        f"{found / noise_floor:.0f} times the noise floor of {noise_floor:.1e}"
+        if noise_floor
+        else "while one ulp in the weights moved nothing"
+    )
     return f"but its loss differs by {found:.1e}, {times}: find out why before you trust it"
 
 

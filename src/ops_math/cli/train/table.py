@@ -64,8 +64,9 @@ def notes(result: Result) -> list[str]:
     said.extend(f"Peak memory: {method}, in a process of its own for each run." for method in methods)
     if result.noise_losses:
         said.append(
-            "Loss difference: the largest distance from plain PyTorch's loss on any step. Noise floor: the same between plain PyTorch and "
-            f"itself from weights moved by one ulp, over the first {len(result.noise_losses)} steps; compare it with the difference over as many."
+            "Loss difference: the largest distance from plain PyTorch's loss on any step. Noise floor: the same between "
+            "plain PyTorch and itself from weights moved by one ulp, over the first "
+            f"{len(result.noise_losses)} steps; compare it with the difference over as many."
         )
     return said
 

@@ -78,7 +78,7 @@ def content_key(texts: Iterable[str], vocab_size: int) -> str:
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
     """One stream of token ids; each text is followed by the end token."""
-    end = tokenizer.token_to_id(END)
+    end = token_id(tokenizer, END)
     stream: list[int] = []
     for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
         stream.extend(encoding.ids)
@@ -86,11 +86,19 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
     return stream
 
 
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a special token."""
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise KeyError(f"the tokenizer has no {token}")
+    return int(found)
+
+
 def _read(path: Path) -> Tokenizer | None:
     """The cached tokenizer, or None for a file that another program or a full disk left damaged: it is made again."""
     try:
         cached = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # noqa: BLE001  the Rust library raises bare Exception for every kind of damage
+    except Exception as error:
         if type(error) is not Exception and not isinstance(error, UnicodeDecodeError):
             raise
         return None
