@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ops_nn.models.bert import BertConfig, BertLayer
-from ops_nn.models.llama import LlamaConfig, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from ops_nn.models.llama import LlamaConfig, LlamaDecoderLayer, LlamaRotaryEmbedding
 
 WIDTH, HEADS, BATCH, SEQ = 32, 4, 2, 9
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
@@ -75,7 +75,8 @@ def hf(family: str, dtype: torch.dtype, which: str, masked: bool = False, implem
     tables = model.model.rotary_emb(torch.empty(BATCH, SEQ, WIDTH, dtype=dtype), torch.arange(SEQ)[None])
     kw: dict[str, Any] = {"position_embeddings": tables, "attention_mask": None, "use_cache": False}
     if masked:
-        kw["attention_mask"] = (torch.ones(SEQ, SEQ, dtype=torch.bool).tril() & ~torch.ones(SEQ, SEQ, dtype=torch.bool).tril(-4)).expand(BATCH, 1, -1, -1)
+        ones = torch.ones(SEQ, SEQ, dtype=torch.bool)
+        kw["attention_mask"] = (ones.tril() & ~ones.tril(-4)).expand(BATCH, 1, -1, -1)
     if masked and implementation == "eager":
         kw["attention_mask"] = torch.zeros(BATCH, 1, SEQ, SEQ, dtype=dtype).masked_fill(~kw["attention_mask"], torch.finfo(dtype).min)
     norm, attn = layer.input_layernorm, layer.self_attn
@@ -142,7 +143,9 @@ def encoder(dtype: torch.dtype, which: str, norm_first: bool, activation: Any = 
     norm = layer.norm1 if which == "attention" else layer.norm2
 
     def branch(h: torch.Tensor) -> torch.Tensor:
-        return layer._sa_block(h, kw.get("attn_mask"), kw.get("key_padding_mask"), kw.get("is_causal", False)) if which == "attention" else layer._ff_block(h)
+        if which == "mlp":
+            return layer._ff_block(h)
+        return layer._sa_block(h, kw.get("attn_mask"), kw.get("key_padding_mask"), kw.get("is_causal", False))
 
     def formula(x: torch.Tensor) -> torch.Tensor:
         return x + branch(norm(x)) if norm_first else norm(x + branch(x))
@@ -208,5 +211,3 @@ HF_MLPS: dict[str, Callable[[torch.dtype], Setup]] = {
 if HAS_TRANSFORMERS:
     ATTENTIONS |= HF_ATTENTIONS
     MLPS |= HF_MLPS
-
-__all__ = ["ATTENTIONS", "BATCH", "HAS_TRANSFORMERS", "HEADS", "HF_ATTENTIONS", "HF_MLPS", "MLPS", "SEQ", "WIDTH", "LlamaRMSNorm", "Setup", "randomise"]

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import ops_math as om
 from tests.blocks.part_cases import ATTENTIONS, HAS_TRANSFORMERS, MLPS, Setup
 
-ALL = {("residual_attention", name): make for name, make in ATTENTIONS.items()} | {("residual_mlp", name): make for name, make in MLPS.items()}
+ALL = {("residual_attention", name): make for name, make in ATTENTIONS.items()}
+ALL |= {("residual_mlp", name): make for name, make in MLPS.items()}
 each_part = pytest.mark.parametrize("key", ALL, ids=lambda key: f"{key[0]}: {key[1]}")
 
 

@@ -182,22 +182,29 @@ def _multihead(module: Any, kwargs: dict[str, Any], x: torch.Tensor) -> Reading 
         return "attention weights are asked for"
     if hint and mask is None:
         return "is_causal is a hint about attn_mask, which is missing"
-    if padding is not None and padding.dtype != torch.bool:
-        return "key_padding_mask is not boolean"
     options = _block_options(kwargs)
     if hint and padding is None:
         options, mask = options._replace(causal=True), None
-    if mask is not None:
-        batch = x.shape[0 if module.batch_first else 1]
-        mask = ~mask if mask.dtype == torch.bool else mask
-        mask = mask.view(batch, -1, *mask.shape[-2:]) if mask.dim() == 3 else mask
-        options = options._replace(mask=mask)
-    if padding is not None:
-        options = options._replace(key_padding_mask=~padding)
+    options = _multihead_masks(options, mask, padding, x.shape[0 if module.batch_first else 1], x.dtype)
     packed: Affine = held["in_proj_weight"], held.get("in_proj_bias")
     out = affine(module.__dict__["_modules"]["out_proj"])
     dropout_p = float(module.dropout) if module.training else 0.0
     return _unread(kwargs) or (Heads((packed,), out, module.head_dim, None, False, dropout_p, batch_first=module.batch_first), options)
+
+
+def _multihead_masks(options: Options, mask: torch.Tensor | None, padding: torch.Tensor | None, batch: int, dtype: torch.dtype) -> Options:
+    """MultiheadAttention's masks are true where a key is hidden, or are added; here they are true where it is seen, or added."""
+    if mask is not None:
+        mask = mask.view(batch, -1, *mask.shape[-2:]) if mask.dim() == 3 else mask
+        mask = ~mask if mask.dtype == torch.bool else mask
+    if padding is not None and padding.dtype == torch.bool:
+        options = options._replace(key_padding_mask=~padding)
+    elif padding is not None:
+        added = padding[:, None, None, :].to(dtype)
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
+        mask = added if mask is None else mask + added
+    return options if mask is None else options._replace(mask=mask)
 
 
 def _encoder_layer(module: Any, kwargs: dict[str, Any], x: torch.Tensor) -> Reading | str:

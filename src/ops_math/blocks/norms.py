@@ -8,6 +8,7 @@ import torch
 
 from ops_math.blocks import recognise
 from ops_math.ops.dropout.op import dropout
+from ops_math.ops.layer_norm.op import add_layer_norm, layer_norm
 from ops_math.ops.rms_norm.op import add_rms_norm, rms_norm
 from ops_math.rng import Rng
 from ops_math.spec import compute_dtype
@@ -44,8 +45,6 @@ def normalise(norm: Norm, x: torch.Tensor) -> torch.Tensor:
     """norm(x)."""
     if norm.kind == "rms_norm":
         return rms_norm(x, norm.weight, eps=norm.eps, weight_offset=norm.weight_offset)
-    from ops_math.ops.layer_norm.op import layer_norm
-
     return layer_norm(x, norm.weight, norm.bias, eps=norm.eps)
 
 
@@ -57,7 +56,5 @@ def add_and_normalise(
         branch = dropout(branch, dropout_p, rng=rng) if dropout_p else branch
         y, total = add_rms_norm(branch, x, norm.weight, eps=norm.eps, weight_offset=norm.weight_offset)
     else:
-        from ops_math.ops.layer_norm.op import add_layer_norm
-
         y, total = add_layer_norm(branch, x, norm.weight, norm.bias, eps=norm.eps, dropout_p=dropout_p, rng=rng)
     return total, y

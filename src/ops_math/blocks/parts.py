@@ -18,6 +18,7 @@ class Part(NamedTuple):
 
     `classes` are dotted names. `children` pairs each child with the kinds it may be; a child listed in `optional` may be missing.
     `attributes` are the plain attributes that the known forward may read: an instance with another one is of a version not seen.
+    A `layer` is a holder: its own forward is not run, so only the children that `uses` names for the role matter.
     `own_keywords` are what the module's own forward takes besides the hidden states (or its queries, keys and values);
     `reads` says what the fused path takes from the module, for people.
     """
@@ -30,6 +31,7 @@ class Part(NamedTuple):
     attributes: tuple[str, ...] = ()
     own_keywords: tuple[str, ...] = ()
     reads: str = ""
+    uses: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 # Keywords that a block understands for every attention it knows, whether or not the module's own forward has them.
@@ -133,7 +135,7 @@ ATTENTIONS: tuple[Part, ...] = (
             "layer_type",
         ),
         own_keywords=_HF_ATTENTION,
-        reads="q_proj, k_proj, v_proj (with biases), o_proj; head_dim, scaling, attention_dropout, is_causal, sliding_window; config._attn_implementation",
+        reads="q_proj, k_proj, v_proj (with biases), o_proj; head_dim, scaling, attention_dropout, is_causal; config._attn_implementation",
     ),
     Part(
         "multihead_attention",
@@ -175,6 +177,7 @@ ATTENTIONS: tuple[Part, ...] = (
         attributes=("activation", "activation_relu_or_gelu", "norm_first"),
         own_keywords=("attn_mask", "key_padding_mask", "is_causal"),
         reads="as attention self_attn and dropout1; as MLP linear1, activation, dropout, linear2, dropout2",
+        uses=(("attention", ("self_attn", "dropout1")), ("mlp", ("linear1", "activation", "dropout", "linear2", "dropout2"))),
     ),
     Part(
         "bert_self_attention",
@@ -249,11 +252,38 @@ MLPS: tuple[Part, ...] = (
         "layer",
         (_OURS + "bert.BertLayer", _MODELS + "bert.modeling_bert.BertLayer"),
         children=(("attention", ("bert_attention",)), ("intermediate", ("bert_intermediate",)), ("output", ("bert_output",))),
+        uses=(("mlp", ("intermediate", "output")),),
         attributes=("chunk_size_feed_forward", "seq_len_dim", "is_decoder", "add_cross_attention"),
         reads="as MLP intermediate.dense, its activation, output.dense, dropout, LayerNorm: it holds its own residual and norm",
     ),
 )
 
-TABLE: tuple[Part, ...] = (*LEAVES, *NORMS, *ATTENTIONS, *MLPS)
+HEADS: tuple[Part, ...] = (
+    Part(
+        "bert_head",
+        "head",
+        (_OURS + "bert.BertOnlyMLMHead", _MODELS + "bert.modeling_bert.BertOnlyMLMHead"),
+        children=(("predictions", ("bert_predictions",)),),
+        reads="predictions.transform, predictions.decoder",
+    ),
+    Part(
+        "bert_predictions",
+        "head",
+        (_OURS + "bert.BertLMPredictionHead", _MODELS + "bert.modeling_bert.BertLMPredictionHead"),
+        children=(("transform", ("bert_transform",)), ("decoder", _LINEAR)),
+        reads="decoder.weight, decoder.bias",
+    ),
+    Part(
+        "bert_transform",
+        "head",
+        (_OURS + "bert.BertPredictionHeadTransform", _MODELS + "bert.modeling_bert.BertPredictionHeadTransform"),
+        children=(("dense", _LINEAR), ("LayerNorm", ("layer_norm",)), ("transform_act_fn", ("gelu",))),
+        optional=("transform_act_fn",),
+        attributes=("transform_act_fn",),
+        reads="dense, transform_act_fn, LayerNorm",
+    ),
+)
+
+TABLE: tuple[Part, ...] = (*LEAVES, *NORMS, *ATTENTIONS, *MLPS, *HEADS)
 BY_CLASS: dict[str, Part] = {name: part for part in TABLE for name in part.classes}
 BY_KIND: dict[str, Part] = {part.kind: part for part in TABLE}

@@ -37,6 +37,7 @@ class _Known(NamedTuple):
     forward: Any
     required: frozenset[str]
     kinds: dict[str, tuple[str, ...]]
+    uses: dict[str, tuple[str, ...]]
 
 
 _CLASSES: dict[type, _Known | str] = {}
@@ -48,22 +49,27 @@ def _judge(module: nn.Module) -> _Known | str:
     name = f"{cls.__module__}.{cls.__qualname__}"
     part = parts.BY_CLASS.get(name)
     if part is None:
-        return f"{cls.__qualname__} is not in the table of parts"
+        return f"{cls.__name__} is not in the table of parts"
+    required = frozenset(n for n, _ in part.children if n not in part.optional)
     forward = cls.forward
+    known = _Known(part, forward, required, dict(part.children), dict(part.uses))
+    return known if part.role == "layer" else _why_not_forward(module, known) or known
+
+
+def _why_not_forward(module: nn.Module, known: _Known) -> str:
+    """Why the forward of a module's class is not the one that the table was written for."""
+    cls, forward, part = type(module), known.forward, known.part
     home = next(c for c in cls.__mro__ if "forward" in c.__dict__)
     if forward.__module__ != home.__module__ or forward.__qualname__ != f"{home.__qualname__}.forward":
-        return f"the forward of {cls.__qualname__} was replaced by {forward.__module__}.{forward.__qualname__}"
+        return f"the forward of {cls.__name__} was replaced by {forward.__module__}.{forward.__qualname__}"
     code = getattr(inspect.unwrap(forward), "__code__", None)
     if code is None:
-        return f"the forward of {cls.__qualname__} is not a Python function"
+        return f"the forward of {cls.__name__} is not a Python function"
     read = {n for n in code.co_names if n in module.__dict__} - _STATE - set(part.attributes)
     if read:
-        return f"the forward of {cls.__qualname__} reads {', '.join(sorted(read))}: a version that is not in the table"
+        return f"the forward of {cls.__name__} reads {', '.join(sorted(read))}: a version that is not in the table"
     replaced = _replaced_relay(inspect.unwrap(forward))
-    if replaced:
-        return f"{replaced} of {cls.__module__} was replaced"
-    required = frozenset(n for n, _ in part.children if n not in part.optional)
-    return _Known(part, forward, required, dict(part.children))
+    return f"{replaced} of {cls.__module__} was replaced" if replaced else ""
 
 
 def _replaced_relay(forward: Any) -> str:
@@ -108,10 +114,19 @@ def _quiet(state: dict[str, Any]) -> bool:
     return True
 
 
-def _sound(module: nn.Module, kinds: tuple[str, ...]) -> bool:
+def _sound(module: nn.Module, kinds: tuple[str, ...], role: str = "") -> bool:
     """The module is of one of these kinds, quiet, and so is all below it."""
     known = _known(module)
-    if isinstance(known, str) or known.part.kind not in kinds or type(module).forward is not known.forward:
+    if isinstance(known, str) or known.part.kind not in kinds:
+        return False
+    if known.uses:
+        children = module.__dict__["_modules"]
+        for name in known.uses.get(role, ()):
+            child = children.get(name)
+            if not (name not in known.required if child is None else _sound(child, known.kinds[name])):
+                return False
+        return True
+    if type(module).forward is not known.forward:
         return False
     state = module.__dict__
     if not _quiet(state):
@@ -146,12 +161,15 @@ def globally_hooked() -> bool:
     return bool(m._global_forward_hooks or m._global_forward_pre_hooks or m._global_backward_hooks or m._global_backward_pre_hooks)
 
 
-def sound(module: Any, kinds: tuple[str, ...]) -> bool:
-    """Whether the module is exactly one of these kinds and nothing observes or alters it or what is below it."""
-    return isinstance(module, nn.Module) and not globally_hooked() and _sound(module, kinds)
+def sound(module: Any, kinds: tuple[str, ...], role: str = "") -> bool:
+    """Whether the module is exactly one of these kinds and nothing observes or alters it or what is below it.
+
+    `role` says what a layer is asked for: `attention` or `mlp`.
+    """
+    return isinstance(module, nn.Module) and not globally_hooked() and _sound(module, kinds, role)
 
 
-def why_not(module: Any, kinds: tuple[str, ...], path: str = "") -> str:
+def why_not(module: Any, kinds: tuple[str, ...], role: str = "", path: str = "") -> str:
     """In words, why `sound` says no; empty when it says yes."""
     if not isinstance(module, nn.Module):
         return f"{path or 'it'} is a {type(module).__name__}, not a module"
@@ -163,6 +181,8 @@ def why_not(module: Any, kinds: tuple[str, ...], path: str = "") -> str:
         return f"{path}: {known}" if path else known
     if known.part.kind not in kinds:
         return f"{where} is a {known.part.kind}, not a {' or '.join(kinds)}"
+    if known.uses:
+        return _why_not_children(module, known, path, known.uses.get(role, ()))
     if type(module).forward is not known.forward:
         return f"the forward of {type(module).__name__} was replaced"
     return _why_not_quiet(module, where) or _why_not_children(module, known, path)
@@ -185,7 +205,7 @@ def _why_not_quiet(module: nn.Module, where: str) -> str:
     return ""
 
 
-def _why_not_children(module: nn.Module, known: _Known, path: str) -> str:
+def _why_not_children(module: nn.Module, known: _Known, path: str, used: tuple[str, ...] | None = None) -> str:
     children = module.__dict__["_modules"]
     prefix = f"{path}." if path else ""
     if known.part.kind == "linear":
@@ -194,15 +214,15 @@ def _why_not_children(module: nn.Module, known: _Known, path: str) -> str:
         if _sequence(children) not in _LINEARS_OF_SEQUENCE:
             return f"Sequential holds {', '.join(type(c).__name__ for c in children.values())}; {known.part.reads} is known"
         pairs = [(name, child, (kind_of(child).kind,)) for name, child in children.items()]  # type: ignore[union-attr]
-        return next((why for name, child, kinds in pairs if (why := why_not(child, kinds, prefix + name))), "")
-    for name, allowed in known.kinds.items():
-        child = children.get(name)
+        return next((why for name, child, kinds in pairs if (why := why_not(child, kinds, path=prefix + name))), "")
+    for name in known.kinds if used is None else used:
+        child, allowed = children.get(name), known.kinds[name]
         if child is None and name in known.required:
             return f"{prefix}{name} is missing"
-        why = why_not(child, allowed, prefix + name) if child is not None else ""
+        why = why_not(child, allowed, path=prefix + name) if child is not None else ""
         if why:
             return why
-    foreign = sorted(children.keys() - known.kinds.keys())
+    foreign = sorted(children.keys() - known.kinds.keys()) if used is None else []
     return f"{prefix}{foreign[0]} is not part of a {known.part.kind}" if foreign else ""
 
 
@@ -230,4 +250,5 @@ def part_of(module: nn.Module) -> PartReport:
     """
     part = kind_of(module)
     kinds = tuple(parts.BY_KIND) if part is None else (part.kind,)
-    return PartReport(None if part is None else part.kind, why_not(module, kinds))
+    roles = dict(part.uses) if part is not None and part.uses else {"": ()}
+    return PartReport(None if part is None else part.kind, next((why for role in roles if (why := why_not(module, kinds, role))), ""))

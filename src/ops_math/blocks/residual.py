@@ -159,8 +159,8 @@ def _attention_branch(site: str, attn: Any, kwargs: dict[str, Any], h: torch.Ten
     extended = [n for n in kwargs if n in BLOCK_KEYWORDS and kwargs[n] is not None]
     if not settings.active() and not extended:
         return None
-    if not recognise.sound(attn, attention.KINDS):
-        _note_unless_off(site, type(attn).__name__, recognise.why_not(attn, attention.KINDS))
+    if not recognise.sound(attn, attention.KINDS, "attention"):
+        _note_unless_off(site, type(attn).__name__, recognise.why_not(attn, attention.KINDS, "attention"))
         return None
     part = recognise.kind_of(attn)
     assert part is not None
@@ -182,8 +182,8 @@ def _note_unless_off(site: str, what: str, reason: str) -> None:
 def _mlp_branch(site: str, module: Any, kwargs: dict[str, Any], h: torch.Tensor, rng: Rng | None) -> _Branch | None:
     if not settings.active():
         return None
-    if not recognise.sound(module, mlp.KINDS):
-        _note(site, type(module).__name__, recognise.why_not(module, mlp.KINDS))
+    if not recognise.sound(module, mlp.KINDS, "mlp"):
+        _note(site, type(module).__name__, recognise.why_not(module, mlp.KINDS, "mlp"))
         return None
     part = recognise.kind_of(module)
     assert part is not None

@@ -7,10 +7,10 @@ from typing import NamedTuple
 from torch import nn
 
 import ops_math as om
-from ops_nn.adopt import llama
+from ops_nn.adopt import bert, encoder, hugging_face, llama
 from ops_nn.adopt.swap import Swap
 
-_FAMILIES = (llama.swaps,)
+_FAMILIES = (llama.swaps, bert.swaps, encoder.swaps, hugging_face.swaps)
 
 
 class Row(NamedTuple):
@@ -22,7 +22,7 @@ class Row(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.where or 'model'}: {self.what}" + ("" if self.fused else f" runs as it is: {self.reason}")
+        return f"{self.where or 'the model'}: {self.what}" + ("" if self.fused else f" runs as it is: {self.reason}")
 
 
 class Adoption:
@@ -76,7 +76,7 @@ def _part_rows(swap: Swap) -> list[Row]:
     rows = []
     for name, module in swap.parts.items():
         found = om.part_of(module)
-        rows.append(Row(f"{swap.path}.{name}".lstrip("."), found.kind or type(module).__name__, found.fused, found.reason))
+        rows.append(Row(f"{swap.path}.{name}".strip("."), found.kind or type(module).__name__, found.fused, found.reason))
     return rows
 
 
@@ -104,7 +104,7 @@ def adopt(model: nn.Module) -> Adoption:
         swap = _swap_for(path, module)
         if swap is None:
             continue
-        why = _why_not(module)
+        why = _why_not(module) or swap.why
         rows.append(Row(path, swap.what, not why, why))
         if not why:
             swaps.append(swap)

@@ -9,13 +9,14 @@ from torch import nn
 
 
 class Swap(NamedTuple):
-    """A forward for a module. `what` says in words what it is; `parts` are the modules whose weights it reads."""
+    """A forward for a module. `what` says in words what it is; `parts` are the modules whose weights it reads; `why` not, if so."""
 
     path: str
     module: nn.Module
     forward: Any
     what: str
     parts: dict[str, Any]
+    why: str = ""
 
     def put(self) -> None:
         """Bind the forward to the instance: a deep copy of the model binds it to the copy, a state dict does not see it."""
@@ -23,4 +24,4 @@ class Swap(NamedTuple):
 
     def take(self) -> None:
         """Back to the class's forward."""
-        del self.module.__dict__["forward"]
+        self.module.__dict__.pop("forward", None)

@@ -1,0 +1,42 @@
+"""Our plain BERT: two lines a layer, and a masked-language loss over the labelled tokens alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+import ops_math as om
+from ops_nn.adopt import head
+from ops_nn.adopt.swap import Swap
+from ops_nn.models.output import ModelOutput
+
+
+def _layer() -> Any:
+    def forward(self: Any, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        if not om.is_enabled():
+            return type(self).forward(self, hidden, attention_mask)
+        hidden = om.residual_attention(hidden, None, self.attention, norm_first=False, attention_mask=attention_mask)
+        return om.residual_mlp(hidden, None, self, norm_first=False)
+
+    return forward
+
+
+def _masked_lm() -> Any:
+    def forward(self: Any, input_ids: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None) -> ModelOutput:
+        if labels is None or not self.training or not om.is_enabled() or head.why_not_masked(self.cls):
+            return type(self).forward(self, input_ids, labels, attention_mask)
+        rows = head.labelled_rows(labels)
+        return ModelOutput(head.masked_loss(self.bert(input_ids, attention_mask), self.cls.predictions, labels, rows), None)
+
+    return forward
+
+
+def swaps(path: str, module: nn.Module) -> Swap | None:
+    """What to put into a module of this family, or None."""
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    if kind == "ops_nn.models.bert.BertLayer":
+        return Swap(path, module, _layer(), "layer", {"attention": module.attention, "": module})
+    if kind == "ops_nn.models.bert.BertForMaskedLM":
+        return Swap(path, module, _masked_lm(), "head and loss over labelled tokens", {"cls": module.cls}, head.why_not_masked(module.cls))  # type: ignore[arg-type]
+    return None
