@@ -65,10 +65,11 @@ def _fwd_pairs_kernel(
     rows = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < num_rows) & (cols < num_cols)
-    pair_offsets = (rows * packed_stride + 2 * cols)[:, :, None] + tl.arange(0, 2)[None, None, :]
-    pair_mask = tl.broadcast_to(mask[:, :, None], (BLOCK_M, BLOCK_N, 2))
+    both = (tl.program_id(0) % tiles).to(tl.int64) * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)[None, :]
+    both_mask = (rows < num_rows) & (both < 2 * num_cols)
 
-    gate, up = tl.split(tl.load(packed_ptr + pair_offsets, mask=pair_mask, other=0.0))
+    packed = tl.load(packed_ptr + rows * packed_stride + both, mask=both_mask, other=0.0)
+    gate, up = tl.split(tl.reshape(packed, (BLOCK_M, BLOCK_N, 2)))
 
     y = activate(gate.to(tl.float32), ACTIVATION) * up.to(tl.float32)
 
@@ -108,17 +109,18 @@ def _bwd_pairs_kernel(
     rows = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < num_rows) & (cols < num_cols)
-    pair = tl.arange(0, 2)[None, None, :]
-    pair_mask = tl.broadcast_to(mask[:, :, None], (BLOCK_M, BLOCK_N, 2))
+    both = (tl.program_id(0) % tiles).to(tl.int64) * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)[None, :]
+    both_mask = (rows < num_rows) & (both < 2 * num_cols)
 
     dy = tl.load(dy_ptr + rows * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    gate, up = tl.split(tl.load(packed_ptr + (rows * packed_stride + 2 * cols)[:, :, None] + pair, mask=pair_mask, other=0.0))
+    packed = tl.load(packed_ptr + rows * packed_stride + both, mask=both_mask, other=0.0)
+    gate, up = tl.split(tl.reshape(packed, (BLOCK_M, BLOCK_N, 2)))
 
     up = up.to(tl.float32)
     act, slope = activate_with_slope(gate.to(tl.float32), ACTIVATION)
-    dpacked = tl.join(dy * up * slope, dy * act).to(dpacked_ptr.dtype.element_ty)
+    dpacked = tl.reshape(tl.join(dy * up * slope, dy * act), (BLOCK_M, 2 * BLOCK_N))
 
-    tl.store(dpacked_ptr + (rows * dpacked_stride + 2 * cols)[:, :, None] + pair, dpacked, mask=pair_mask)
+    tl.store(dpacked_ptr + rows * dpacked_stride + both, dpacked.to(dpacked_ptr.dtype.element_ty), mask=both_mask)
     if NEED_Y:
         tl.store(y_ptr + rows * y_stride + cols, (act * up).to(y_ptr.dtype.element_ty), mask=mask)
 

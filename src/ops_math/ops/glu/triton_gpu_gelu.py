@@ -43,7 +43,7 @@ def configs(p: GeluProblem, device: Device, phase: str) -> tuple[Config, ...]:
     for warps, each, width in ((4, 1, 256), (4, 2, 512), (8, 1, 512), (8, 2, 1024), (4, 1, 1024)):
         block = wave * warps * vector * each
         tiles = max(1, -(-p.cols // min(width, triton.next_power_of_2(max(p.cols, 1)))))
-        programs = max(1, min(64 // warps * device.num_cores // tiles, -(-p.rows * width // block), 1024))
+        programs = max(1, min(32 // warps * device.num_cores // tiles, -(-p.rows * width // block), 1024))
         found.append(Config(block, width, warps, programs))
     return tuple(found)
 
@@ -60,7 +60,8 @@ def _fwd_kernel(
 
     x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        x += tl.load(bias_ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32)
+        # Pointers of the tile's shape: a row of its own would be spread over threads and gathered through shared memory.
+        x += tl.load(bias_ptr + tl.broadcast_to(cols, (BLOCK_M, BLOCK_N)), mask=mask, other=0.0).to(tl.float32)
 
     y = activate(x, ACTIVATION)
 
@@ -80,7 +81,7 @@ def _bwd_kernel(
     dy = tl.load(dy_ptr + rows * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        x += tl.load(bias_ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32)
+        x += tl.load(bias_ptr + tl.broadcast_to(cols, (BLOCK_M, BLOCK_N)), mask=mask, other=0.0).to(tl.float32)
 
     y, slope = activate_with_slope(x, ACTIVATION)
 
