@@ -192,6 +192,29 @@ def define(
     return operator
 
 
+def define_in_place(operator: Operator, schema: str, problem_of: Callable[..., Any]) -> Any:
+    """Register `ops_math::NAME_inplace`, which writes into its first tensor and returns nothing; launchers are `launch_inplace`.
+
+    It stays private: only who made the tensor, and let nobody else hold it, may call it. The tensor's version is raised, so that
+    autograd notices where somebody had saved it after all.
+    """
+    full = f"{operator.name}_inplace"
+    _LIBRARY.define(full + schema, tags=_TAGS)
+    phase = _Phase(operator, "inplace", schema.replace("(a!)", ""), problem_of)
+
+    def write(*args: Any) -> None:
+        phase(*args)
+        if not args[0].is_inference():
+            torch.autograd.graph.increment_version(args[0])
+
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(full, write, key)
+    torch.library.register_fake(f"ops_math::{full}", lambda *args: None)
+    operator.phases["inplace"] = phase
+    phase.overload = getattr(torch.ops.ops_math, full).default
+    return phase.overload
+
+
 def store_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype in which a result is stored: autocast's where it is on for the device and `x` is not float64, else that of `x`."""
     if x.dtype != torch.float64 and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
@@ -223,4 +246,4 @@ def absent(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     return x.new_empty((0,), dtype=dtype or x.dtype)
 
 
-__all__ = ["Operator", "absent", "apply", "choice_name", "define", "dtype_name", "needs_grad", "store_dtype"]
+__all__ = ["Operator", "absent", "apply", "choice_name", "define", "define_in_place", "dtype_name", "needs_grad", "store_dtype"]

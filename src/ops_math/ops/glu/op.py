@@ -92,7 +92,7 @@ class _Glu(torch.autograd.Function):
 def _run(gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str) -> torch.Tensor:
     out = store_dtype(gate) if up is None else torch.promote_types(store_dtype(gate), store_dtype(up))
     if needs_grad(gate, up):
-        return _Glu.apply(gate, up, activation, packing, out)
+        return apply(_Glu, gate, up, activation, packing, out)
     return OP.fwd(gate, up, activation, packing, False, out)[0]
 
 

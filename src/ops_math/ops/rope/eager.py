@@ -85,3 +85,17 @@ def launch_bwd(
     cos, sin = _tables(p, cos, sin, position_ids, compute_dtype(dx.dtype))
     sin = -sin
     return _apply(p, dx, cos, sin, p.num_rotated), dx.new_empty(0) if dk is None else _apply(p, dk, cos, sin, p.kv_heads)
+
+
+def launch_inplace(p: RopeProblem, config: None, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None) -> None:
+    """The first heads of x turned where they are, or turned back."""
+    cos, sin = _tables(p, cos, sin, position_ids, compute_dtype(x.dtype))
+    sin = -sin if p.inverse else sin
+    for part, cos_part, sin_part in _chunks(p, x[:, :, : p.num_rotated, : p.rotary_dim], cos, sin):
+        wide = part.to(cos.dtype, copy=True)
+        if part.dtype == cos.dtype:
+            _turn(p, wide, cos_part, sin_part, part)
+        else:
+            turned = torch.empty_like(wide)
+            _turn(p, wide, cos_part, sin_part, turned)
+            part.copy_(turned)

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
-from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
+from ops_math.dispatch import absent, apply, define, define_in_place, needs_grad, store_dtype
 from ops_math.ops.rope import plain
 from ops_math.ops.rope.problem import RopeProblem
 from ops_math.spec import dtype_name as name_of
@@ -42,6 +42,22 @@ OP = define(
     problem_fwd=_problem,
     problem_bwd=_problem,
     implementations=("triton_gpu", "eager"),
+)
+
+
+def _problem_in_place(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None,
+    rotary_dim: int, num_rotated: int, interleaved: bool, inverse: bool,
+) -> RopeProblem:  # fmt: skip
+    p = _problem(x, None, cos, sin, position_ids, rotary_dim, num_rotated, interleaved, x.dtype)
+    return p._replace(inverse=inverse)
+
+
+# Writes into x [B, S, heads, D]. Private: for a tensor that its caller made and nobody else holds.
+TURN_IN_PLACE = define_in_place(
+    OP,
+    "(Tensor(a!) x, Tensor cos, Tensor sin, Tensor? position_ids, int rotary_dim, int num_rotated, bool interleaved, bool inverse) -> ()",
+    _problem_in_place,
 )
 
 
@@ -249,6 +265,68 @@ def _check_packed(operator: str, qkv: torch.Tensor, cos: torch.Tensor, sin: torc
         checks.fail(operator, "qkv", f"of a last dimension that {heads} heads divide ({num_heads} + 2 x {num_kv_heads})", f"shape {checks.shape_text(qkv.shape)}", "Check num_heads and num_kv_heads.")
     batch, seq = (1, qkv.shape[0]) if qkv.dim() == 2 else qkv.shape[:2]
     return _check_tables(operator, qkv, batch, seq, qkv.shape[-1] // heads, cos, sin, position_ids, rotary_dim)
+
+
+class _RopeQkvInPlace(torch.autograd.Function):
+    """As _RopeQkv, writing into the tensor. The gradient is turned back in a buffer of its own: others may hold the incoming one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None,
+        num_heads: int, num_kv_heads: int, rotary_dim: int, interleaved: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.save_for_backward(cos, sin, position_ids)
+        ctx.options = num_heads, num_kv_heads, rotary_dim, interleaved, qkv.dtype
+        ctx.mark_dirty(qkv)
+        turn_packed_(qkv, cos, sin, position_ids, num_heads, num_kv_heads, rotary_dim, interleaved)
+        return qkv
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dqkv: torch.Tensor) -> tuple[Any, ...]:
+        return _apply_packed(OP.bwd, dqkv, *ctx.saved_tensors, *ctx.options), *(None,) * 7
+
+
+def turn_packed_(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None,
+    num_heads: int, num_kv_heads: int, rotary_dim: int, interleaved: bool, inverse: bool = False,
+) -> None:  # fmt: skip
+    """Turn, or turn back, the queries and keys of a packed tensor where they are, below autograd.
+
+    For a backward that made `qkv` itself: an incoming gradient is not its own.
+    """
+    heads = num_heads + 2 * num_kv_heads
+    x = _with_batch(qkv.unflatten(-1, (heads, qkv.shape[-1] // heads)), 4)
+    TURN_IN_PLACE(x, cos, sin, position_ids, rotary_dim, num_heads + num_kv_heads, interleaved, inverse)
+
+
+def rope_qkv_(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    interleaved: bool = False,
+    position_ids: torch.Tensor | None = None,
+    rotary_dim: int | None = None,
+) -> torch.Tensor:
+    """`rope_qkv` that writes into `qkv` and returns it: private, for the fresh result of a matrix product that nobody else holds.
+
+    Autograd is told that the tensor changed, and refuses the backward of whoever had saved it. Under torch.compile the functional
+    form runs: the compiler knows best which buffers are free.
+    """
+    width = _check_packed("rope_qkv_", qkv, cos, sin, num_heads, num_kv_heads, position_ids, rotary_dim)
+    if any(step == 0 and size > 1 for size, step in zip(qkv.shape, qkv.stride(), strict=True)) or qkv.stride(-1) != 1:
+        checks.fail("rope_qkv_", "qkv", "dense along its last dimension, each element in memory of its own", f"strides {qkv.stride()}", "Use rope_qkv.")
+    if not settings.active() or torch.compiler.is_compiling():
+        return rope_qkv(
+            qkv, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads, interleaved=interleaved, position_ids=position_ids, rotary_dim=width
+        )
+    if needs_grad(qkv):
+        return _RopeQkvInPlace.apply(qkv, cos, sin, position_ids, num_heads, num_kv_heads, width, interleaved)
+    turn_packed_(qkv, cos, sin, position_ids, num_heads, num_kv_heads, width, interleaved)
+    return qkv
 
 
 OP.public = {"rope": rope, "rope_qkv": rope_qkv}

@@ -10,7 +10,7 @@ from ops_math.spec import ITEM_SIZE, Call, Case, Cost
 class RopeProblem(NamedTuple):
     """One call. Of the `heads` of the first tensor the first `num_rotated` are turned and the rest copied (the values of a packed
     tensor); `kv_heads` is 0 where there is no second tensor. `table_batch` is 1 for tables that all sequences share, `positions`
-    a dtype name, empty where token s takes row s."""
+    a dtype name, empty where token s takes row s. `inverse` turns back (in place only: elsewhere the phase says it)."""
 
     batch: int
     seq: int
@@ -25,6 +25,7 @@ class RopeProblem(NamedTuple):
     table_batch: int
     positions: str
     interleaved: bool
+    inverse: bool = False
 
 
 def storage(p: RopeProblem) -> str:

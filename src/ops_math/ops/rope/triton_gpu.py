@@ -254,3 +254,10 @@ def launch_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients turned back."""
     return _turned(p, config, dx, dk, cos, sin, position_ids, -1.0)
+
+
+def launch_inplace(p: RopeProblem, config: Config, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None) -> None:
+    """The first heads of x turned where they are, or turned back; the others are not touched."""
+    first = _first_group(p)
+    groups = x[:, :, :first], x[:, :, first : p.num_rotated]
+    _launch(p, config, *groups, groups, cos, sin, position_ids, p.num_rotated - first, -1.0 if p.inverse else 1.0, True)
