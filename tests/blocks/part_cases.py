@@ -12,6 +12,7 @@ from torch import nn
 
 from ops_nn.models.bert import BertConfig, BertLayer
 from ops_nn.models.llama import LlamaConfig, LlamaDecoderLayer, LlamaRotaryEmbedding
+from ops_nn.modules import Attention, RMSNorm, RotaryEmbedding, SwiGLU
 
 WIDTH, HEADS, BATCH, SEQ = 32, 4, 2, 9
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
@@ -52,6 +53,17 @@ def llama(dtype: torch.dtype, which: str, kv_heads: int = 2) -> Setup:
         return Setup(norm, mlp, {}, True, lambda x: x + mlp(norm(x)), layer)
     norm, attn, kw = layer.input_layernorm, layer.self_attn, {"position_embeddings": tables}
     return Setup(norm, attn, kw, True, lambda x: x + attn(norm(x), **kw), layer)
+
+
+def ours(dtype: torch.dtype, which: str, **options: Any) -> Setup:
+    """The modules for new models."""
+    norm, attn, mlp = RMSNorm(WIDTH, weight_offset=1.0), Attention(WIDTH, HEADS, 2, bias=True, **options), SwiGLU(WIDTH, 48, bias=True)
+    holder = randomise(nn.ModuleDict({"norm": norm, "attn": attn, "mlp": mlp})).to(dtype)
+    if which == "mlp":
+        return Setup(norm, mlp, {}, True, lambda x: x + mlp(norm(x)), holder)
+    kw = {"position_embeddings": RotaryEmbedding(8)(torch.empty(BATCH, SEQ, WIDTH))}
+    kw = kw if dtype != torch.float64 else {"position_embeddings": tuple(t.double() for t in kw["position_embeddings"])}
+    return Setup(norm, attn, kw, True, lambda x: x + attn(norm(x), **kw), holder)
 
 
 def hf(family: str, dtype: torch.dtype, which: str, masked: bool = False, implementation: str = "sdpa") -> Setup:
@@ -167,6 +179,9 @@ _PER_HEAD = torch.randn(BATCH * HEADS, SEQ, SEQ, generator=torch.Generator().man
 ATTENTIONS: dict[str, Callable[[torch.dtype], Setup]] = {
     "our Llama": lambda d: llama(d, "attention"),
     "our Llama, as many key heads": lambda d: llama(d, "attention", kv_heads=4),
+    "our module": lambda d: ours(d, "attention"),
+    "our module, windowed and capped": lambda d: ours(d, "attention", window=(3, 0), softcap=5.0, scale=0.5),
+    "our module, seeing all": lambda d: ours(d, "attention", causal=False),
     "our BERT": lambda d: bert(d, "attention"),
     "our BERT, padded": lambda d: bert(d, "attention", masked=True),
     "MultiheadAttention": lambda d: multihead(d),
@@ -182,6 +197,7 @@ ATTENTIONS: dict[str, Callable[[torch.dtype], Setup]] = {
 }
 MLPS: dict[str, Callable[[torch.dtype], Setup]] = {
     "our Llama": lambda d: llama(d, "mlp"),
+    "our module": lambda d: ours(d, "mlp"),
     "our BERT": lambda d: bert(d, "mlp"),
     "encoder layer, norm first": lambda d: encoder(d, "mlp", True),
     "encoder layer, norm last": lambda d: encoder(d, "mlp", False),

@@ -38,6 +38,7 @@ class _Known(NamedTuple):
     required: frozenset[str]
     kinds: dict[str, tuple[str, ...]]
     uses: dict[str, tuple[str, ...]]
+    relays: tuple[tuple[dict[str, Any], str, Any], ...]
 
 
 _CLASSES: dict[type, _Known | str] = {}
@@ -52,7 +53,9 @@ def _judge(module: nn.Module) -> _Known | str:
         return f"{cls.__name__} is not in the table of parts"
     required = frozenset(n for n, _ in part.children if n not in part.optional)
     forward = cls.forward
-    known = _Known(part, forward, required, dict(part.children), dict(part.uses))
+    scope = getattr(inspect.unwrap(forward), "__globals__", {})
+    relays = tuple((scope, name, _relay(scope[name])) for name in _RELAYED if name in scope) if part.role == "attention" else ()
+    known = _Known(part, forward, required, dict(part.children), dict(part.uses), relays)
     return known if part.role == "layer" else _why_not_forward(module, known) or known
 
 
@@ -68,24 +71,15 @@ def _why_not_forward(module: nn.Module, known: _Known) -> str:
     read = {n for n in code.co_names if n in module.__dict__} - _STATE - set(part.attributes)
     if read:
         return f"the forward of {cls.__name__} reads {', '.join(sorted(read))}: a version that is not in the table"
-    replaced = _replaced_relay(inspect.unwrap(forward))
-    return f"{replaced} of {cls.__module__} was replaced" if replaced else ""
+    root = cls.__module__.split(".")[0]
+    foreign = next((name for _, name, found in known.relays if str(getattr(found, "__module__", "")).split(".")[0] != root), "")
+    return f"{foreign} of {cls.__module__} was replaced" if foreign else ""
 
 
-def _replaced_relay(forward: Any) -> str:
-    """The name of a module-level function that a known forward calls and that is not that library's own, if any."""
-    scope = forward.__globals__
-    for name in _RELAYED:
-        found = scope.get(name)
-        if found is None:
-            continue
-        interface = getattr(found, "get_interface", None)
-        if interface is not None:
-            found = interface("sdpa", None)
-        root = str(getattr(found, "__module__", "")).split(".")[0]
-        if root != str(scope["__name__"]).split(".")[0]:
-            return name
-    return ""
+def _relay(found: Any) -> Any:
+    """A module-level function that a known forward calls; of a registry of attention functions, the one called `sdpa`."""
+    interface = getattr(found, "get_interface", None)
+    return found if interface is None else interface("sdpa", None)
 
 
 def _known(module: nn.Module) -> _Known | str:
@@ -128,6 +122,9 @@ def _sound(module: nn.Module, kinds: tuple[str, ...], role: str = "") -> bool:
         return True
     if type(module).forward is not known.forward:
         return False
+    for scope, name, function in known.relays:
+        if _relay(scope.get(name)) is not function:
+            return False
     state = module.__dict__
     if not _quiet(state):
         return False
@@ -185,6 +182,9 @@ def why_not(module: Any, kinds: tuple[str, ...], role: str = "", path: str = "")
         return _why_not_children(module, known, path, known.uses.get(role, ()))
     if type(module).forward is not known.forward:
         return f"the forward of {type(module).__name__} was replaced"
+    relayed = next((name for scope, name, function in known.relays if _relay(scope.get(name)) is not function), "")
+    if relayed:
+        return f"{relayed} of {type(module).__module__} was replaced"
     return _why_not_quiet(module, where) or _why_not_children(module, known, path)
 
 
