@@ -266,3 +266,14 @@ def test_the_noise_floor_moves_every_weight_by_one_ulp_and_little_else(tmp_path:
     noisy = session.noise_floor(used, data, lambda: None, lambda: False)
     gaps = [abs(a - b) for a, b in zip(plain, noisy, strict=True)]
     assert 0.0 < max(gaps) < 1e-3
+
+
+def test_the_noise_floor_of_a_model_with_dropout_draws_other_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, PLAIN)
+    used = fixtures.config(model="small-bert")
+    assert used.dropout
+    data = fixtures.load(tmp_path, used)
+    plain = train(used, data).runs[PLAIN].losses
+    noisy = session.noise_floor(used, data, lambda: None, lambda: False)
+    assert abs(plain[0] - noisy[0]) > 1e-4
+    assert noisy[-1] == pytest.approx(plain[-1], abs=0.5)

@@ -37,6 +37,11 @@ OPERATOR = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _presets(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixtures.add_presets(monkeypatch)
+
+
 def variant(name: str, step_time: float = 0.4, gap: float = 0.0, peak: int = 400 * MIB, **changes: Any) -> VariantResult:
     draw = random.Random(name)
     times = [step_time * draw.uniform(0.98, 1.02) for _ in range(STEPS)]
@@ -134,6 +139,12 @@ def test_the_verdict_on_memory_is_honest_in_both_directions(peak: int, phrase: s
 )
 def test_the_verdict_on_the_loss_is_held_to_the_noise_floor(gap: float, phrase: str) -> None:
     assert phrase in compared(gap=gap).verdict
+
+
+def test_a_model_with_dropout_is_held_to_other_masks() -> None:
+    ours = variant(OPS_MATH, gap=1e-3)
+    said = result.verdict([variant(PLAIN), ours], {}, 1e-3, fixtures.config(model="small-bert", compare=True))
+    assert "and its loss differs by no more than other dropout masks make it differ (1.0e-03, noise floor 1.0e-03)" in said
 
 
 def test_the_verdict_says_where_torch_compile_stands() -> None:

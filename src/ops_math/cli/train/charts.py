@@ -92,6 +92,9 @@ def charts(result: Result) -> list[dict[str, str]]:
         caption = (
             "Distance of each loss curve from plain PyTorch's, on a logarithmic scale. Steps on which two losses are equal are not drawn."
         )
+        if result.noise_losses:
+            masks = " and other dropout masks" if result.config.dropout else ""
+            caption += f" Noise floor: plain PyTorch against itself with weights moved by one ulp{masks}."
         made.append(_chart("difference", "Loss difference", caption, lambda axes: paint_differences(axes, ran, result.noise_losses)))
     if any(v.timed for v in ran):
         caption = "Each dot is a step; the bar spans the middle half, the tick is the median."
@@ -116,7 +119,7 @@ def paint_losses(axes: Axes, variants: list[VariantResult]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.grid(axis="y")
     if len(variants) > 1:
-        axes.legend(loc="upper right")
+        legend_above(axes)
 
 
 def paint_differences(axes: Axes, variants: list[VariantResult], noise: list[float]) -> None:
@@ -124,18 +127,23 @@ def paint_differences(axes: Axes, variants: list[VariantResult], noise: list[flo
     plain = next(v.losses for v in variants if v.name == PLAIN)
     if noise:
         floor = _nonzero(noise, plain)
-        axes.plot(range(1, len(floor) + 1), floor, color=NOISE, lw=6, alpha=0.35, label="noise floor: weights moved by one ulp")
+        axes.plot(range(1, len(floor) + 1), floor, color=NOISE, lw=6, alpha=0.35, label="noise floor")
     for v in variants:
         if v.name != PLAIN:
             gaps = _nonzero(v.losses, plain)
             axes.plot(range(1, len(gaps) + 1), gaps, color=COLOUR[v.name], lw=1.4, marker="o", ms=2.6, label=v.label)
     axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, high * 12)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.grid(axis="y")
-    axes.legend(loc="upper left")
+    legend_above(axes)
+
+
+def legend_above(axes: Axes) -> None:
+    """One line of names over the picture, where no curve can pass under it."""
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=4, columnspacing=1.4, handlelength=2.2, handletextpad=0.6, borderpad=0.2
+    )
 
 
 def _nonzero(losses: list[float], plain: list[float]) -> list[float]:

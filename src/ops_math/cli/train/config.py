@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ops_math import checks, settings
-from ops_nn.models import PRESETS, Preset
+from ops_nn.models import PRESETS, BertConfig, Preset
 
 COMMAND = "train"
 DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -61,6 +61,12 @@ class TrainConfig:
     def torch_device(self) -> torch.device:
         """The device as torch names it."""
         return torch.device(self.device)
+
+    @property
+    def dropout(self) -> bool:
+        """Whether the model drops elements at random in training."""
+        shape = self.preset.config
+        return isinstance(shape, BertConfig) and max(shape.hidden_dropout, shape.attention_dropout) > 0.0
 
     @property
     def variants(self) -> tuple[str, ...]:

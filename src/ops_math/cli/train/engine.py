@@ -48,11 +48,13 @@ class Run:
         model: the model, on its device, in fp32.
         forward: what to call instead of the model itself, e.g. its compiled form; it shares the model's parameters.
         config: the run's configuration.
+        masks: which of the unrelated streams of dropout masks it draws.
     """
 
-    def __init__(self, name: str, model: nn.Module, forward: Callable[..., Any], config: TrainConfig) -> None:
+    def __init__(self, name: str, model: nn.Module, forward: Callable[..., Any], config: TrainConfig, masks: int = 0) -> None:
         self.name, self.model, self.forward, self.config = name, model, forward, config
         self.device = config.torch_device
+        self.masks = masks
         self.losses: list[float] = []
         self.step_times: list[float] = []
         matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -88,7 +90,7 @@ class Run:
         Returns:
             The loss before the update [nats per token], a detached scalar.
         """
-        torch.manual_seed(seed_of(self.config.seed, f"step/{step}"))
+        torch.manual_seed(seed_of(self.config.seed, f"step/{self.masks}/{step}"))
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.config.steps, self.config.lr)
         loss = self.loss(batch)

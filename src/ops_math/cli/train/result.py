@@ -200,7 +200,11 @@ def verdict(variants: list[VariantResult], ratios: dict[str, Ratio], noise_floor
         first, last = ours.losses[0], ours.losses[-1]
         return f"ops-math took {config.model} from a loss of {first:.3f} to {last:.3f} in {len(ours.losses)} steps ({time})."
     plain = ran[PLAIN]
-    parts = [time_phrase(ratios.get(OPS_MATH)), memory_phrase(ours.measurement, plain.measurement), loss_phrase(ours, noise_floor)]
+    parts = [
+        time_phrase(ratios.get(OPS_MATH)),
+        memory_phrase(ours.measurement, plain.measurement),
+        loss_phrase(ours, noise_floor, config.dropout),
+    ]
     sentence = "ops-math " + ", ".join(part for part in parts if part)
     if COMPILED in ratios and OPS_MATH in ratios:
         sentence += "; " + compiled_phrase(ratios[COMPILED].median, ratios[OPS_MATH].median)
@@ -229,15 +233,16 @@ def memory_phrase(ours: Measurement | None, plain: Measurement | None) -> str:
     return f"needs {abs(change):.0%} {'less' if change < 0 else 'more'} memory at its peak".replace("%", " %")
 
 
-def loss_phrase(ours: VariantResult, noise_floor: float | None) -> str:
-    """Agreement of the loss curves."""
+def loss_phrase(ours: VariantResult, noise_floor: float | None, dropout: bool) -> str:
+    """Agreement of the loss curves; with dropout they differ by their masks as well."""
     found = ours.window_difference
     if found is None or noise_floor is None:
         return f"and its loss differs by at most {ours.largest_difference:.1e} (no noise floor was measured)"
+    chance = "other dropout masks make it differ" if dropout else "rounding makes it differ"
     if found == 0.0:
         return "and its loss is the same to the last bit"
     if found <= NOISE_FACTOR * noise_floor:
-        return f"and its loss differs by no more than rounding makes it differ ({found:.1e}, noise floor {noise_floor:.1e})"
+        return f"and its loss differs by no more than {chance} ({found:.1e}, noise floor {noise_floor:.1e})"
     times = (
         f"{found / noise_floor:.0f} times the noise floor of {noise_floor:.1e}"
         if noise_floor

@@ -15,7 +15,7 @@ from ops_math.cli.train.config import COMMAND, COMPILED, PLAIN, TrainConfig
 from ops_math.cli.train.data import Data, generator
 from ops_math.cli.train.engine import Run
 
-NOISE_FLOOR_STEPS = 30
+NOISE_FLOOR_STEPS = 20
 
 
 class Session:
@@ -104,13 +104,14 @@ class Session:
 
 
 def noise_floor(config: TrainConfig, data: Data, finished: Callable[[], None], stop: Callable[[], bool]) -> list[float]:
-    """Losses of the plain run from weights that were moved by one ulp, each up or down at random.
+    """Losses of the plain run from weights that were moved by one ulp, each up or down at random. At most 20 steps.
 
-    How far two runs part that differ by rounding alone: the measure for every other difference. At most 30 steps.
+    How far two runs part that differ by rounding alone: the measure for every other difference. A model with dropout draws
+    other masks too: from one seed PyTorch, its compiler and ops-math each draw masks of their own.
     """
     model = variants.weights(config)
     perturb(model, config.seed)
-    run = Run(PLAIN, model, model, config)
+    run = Run(PLAIN, model, model, config, masks=1)
     while len(run.losses) < min(config.steps, NOISE_FLOOR_STEPS) and not stop():
         step = len(run.losses)
         run.timed_step(data.batch(step).to(config.torch_device), step)

@@ -65,8 +65,8 @@ def notes(result: Result) -> list[str]:
     if result.noise_losses:
         said.append(
             "Loss difference: the largest distance from plain PyTorch's loss on any step. Noise floor: the same between "
-            "plain PyTorch and itself from weights moved by one ulp, over the first "
-            f"{len(result.noise_losses)} steps; compare it with the difference over as many."
+            f"plain PyTorch and itself from weights moved by one ulp{' with other dropout masks' if result.config.dropout else ''}, "
+            f"over the first {len(result.noise_losses)} steps; compare it with the difference over as many."
         )
     return said
 
