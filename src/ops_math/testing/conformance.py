@@ -315,6 +315,8 @@ def surviving_faults(
 ) -> tuple[list[str], list[str]]:
     """(faults that no case caught, faults that were caught). A fault that changes no result anywhere counts as neither."""
     cases = [c for c in operator.file("problem").CASES if dtype in c.dtypes]
+    for case in cases:  # the yardstick must be measured before anything is planted in it
+        judge_for(operator.name, case.name, dtype, device)
     alive, caught = [], []
     for fault in faults + tuple(getattr(operator.file("problem"), "FAULTS", ())):
         if dtype not in fault.shows_in:
