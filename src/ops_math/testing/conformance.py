@@ -127,7 +127,7 @@ def able(operator: Operator, case: Case, dtype: str, implementation: str, device
 
 def check_budget(operator: Operator, case: Case, dtype: str, implementation: str, device: str = "cpu") -> list[str]:
     """The implementation is as right as eager in the same dtype, output by output and gradient by gradient."""
-    broken = judge_for(operator.name, case.name, dtype, device).verdict(implementation)
+    broken = judge_for(operator, case, dtype, device).verdict(implementation)
     return [f"{case.name} in {dtype}: {b}" for b in broken]
 
 
@@ -140,7 +140,7 @@ def _same(first: Result, second: Result, what: str) -> list[str]:
 
 def check_layouts(operator: Operator, case: Case, dtype: str, implementation: str, device: str = "cpu") -> list[str]:
     """Other strides of inputs and of output gradients stay within the budget (the order of sums may change, the numbers may not)."""
-    judge = judge_for(operator.name, case.name, dtype, device)
+    judge = judge_for(operator, case, dtype, device)
     oracle = judge.oracles[1].values
     found = []
     for name, change in LAYOUTS.items():
@@ -160,7 +160,7 @@ def check_layouts(operator: Operator, case: Case, dtype: str, implementation: st
 
 def check_repeats(operator: Operator, case: Case, dtype: str, implementation: str, device: str = "cpu", times: int = 5) -> list[str]:
     """The same bits on every run."""
-    judge = judge_for(operator.name, case.name, dtype, device)
+    judge = judge_for(operator, case, dtype, device)
     first = judge.run(1, implementation)
     return [s for i in range(times) for s in _same(first, judge.run(1, implementation), f"{case.name}: run {i + 2}")]
 
@@ -188,7 +188,7 @@ def poisoned() -> Iterator[None]:
 
 def check_poison(operator: Operator, case: Case, dtype: str, implementation: str, device: str = "cpu") -> list[str]:
     """Every element of every result is written."""
-    judge = judge_for(operator.name, case.name, dtype, device)
+    judge = judge_for(operator, case, dtype, device)
     usual = judge.run(1, implementation)
     with poisoned():
         seen = judge.run(1, implementation)
@@ -197,7 +197,7 @@ def check_poison(operator: Operator, case: Case, dtype: str, implementation: str
 
 def check_autograd(operator: Operator, case: Case, dtype: str, implementation: str, device: str = "cpu") -> list[str]:
     """no_grad gives the same values and no graph; a second backward the same bits; one input alone the same gradient."""
-    judge = judge_for(operator.name, case.name, dtype, device)
+    judge = judge_for(operator, case, dtype, device)
     usual = judge.run(1, implementation)
     found = []
     with settings.force(**{operator.name: implementation}):
@@ -230,7 +230,7 @@ def _floating_keys(call: Call) -> list[int | str]:
 
 def check_twice(operator: Operator, case: Case, dtype: str, implementation: str, device: str = "cpu") -> list[str]:
     """Two backwards over one graph give the same bits, and leave what was saved as it was."""
-    judge = judge_for(operator.name, case.name, dtype, device)
+    judge = judge_for(operator, case, dtype, device)
     call = judge.call(1)
     learning = [v.requires_grad_() for i, v in [*enumerate(call.args), *call.kwargs.items()] if is_floating(v) and i not in case.frozen]
     with settings.force(**{operator.name: implementation}):
@@ -316,7 +316,7 @@ def surviving_faults(
     """(faults that no case caught, faults that were caught). A fault that changes no result anywhere counts as neither."""
     cases = [c for c in operator.file("problem").CASES if dtype in c.dtypes]
     for case in cases:  # the yardstick must be measured before anything is planted in it
-        judge_for(operator.name, case.name, dtype, device)
+        judge_for(operator, case, dtype, device)
     alive, caught = [], []
     for fault in faults + tuple(getattr(operator.file("problem"), "FAULTS", ())):
         if dtype not in fault.shows_in:
@@ -331,7 +331,7 @@ def surviving_faults(
 
 
 def _fails(operator: Operator, case: Case, dtype: str, implementation: str, device: str) -> bool:
-    judge = judge_for(operator.name, case.name, dtype, device)
+    judge = judge_for(operator, case, dtype, device)
     try:
         return bool(judge.verdict(implementation, seeds=(1, 2)))
     except (RuntimeError, IndexError, ValueError):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ops_math import catalog, settings
+from ops_math import settings
 from ops_math.dispatch import Operator
 from ops_math.spec import DTYPE_OF, Case
 from ops_math.testing.budget import Broken, Budget
@@ -80,8 +80,6 @@ class Judge:
 
 
 @lru_cache(maxsize=512)
-def judge_for(operator_name: str, case_name: str, dtype: str, device: str = "cpu") -> Judge:
-    """The judge for a catalogue entry's case, kept."""
-    operator = catalog.operators()[operator_name]
-    case = next(c for c in operator.file("problem").CASES if c.name == case_name)
+def judge_for(operator: Operator, case: Case, dtype: str, device: str = "cpu") -> Judge:
+    """The judge for an operator's case, kept."""
     return Judge(operator, case, dtype, device)
