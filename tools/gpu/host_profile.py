@@ -38,7 +38,11 @@ def main() -> None:
         marks.append(time.perf_counter())
         for kept, a, b in zip(parts, marks, marks[1:], strict=False):
             kept.append((b - a) * 1e3)
-    print(name, variant, "queue ms: forward %.1f backward %.1f optimizer %.1f then wait %.1f" % tuple(statistics.median(p) for p in parts))
+    print(
+        name,
+        variant,
+        "queue ms: forward {:.1f} backward {:.1f} optimizer {:.1f} then wait {:.1f}".format(*tuple(statistics.median(p) for p in parts)),
+    )
     profile = cProfile.Profile()
     profile.enable()
     for _ in range(5):

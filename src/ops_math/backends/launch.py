@@ -43,7 +43,7 @@ def _start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], num_warps:
 
 
 def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, num_args: int, constants: dict[str, Any]) -> None:
-    """Keep a compiled kernel where it can be started directly: its constants follow its run-time arguments, and nothing watches launches."""
+    """Keep a compiled kernel where it can be started directly: constants follow run-time arguments, and nothing watches launches."""
     from triton import knobs
 
     names = kernel.arg_names[num_args:]
