@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import ops_math
+import ops_nn.adopt
+import ops_nn.modules
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,10 +24,12 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
     assert "<strong>Precision:</strong>" in page
 
 
-def test_every_public_name_has_a_place_in_the_documentation():
+@pytest.mark.parametrize("package", [ops_math, ops_nn.adopt, ops_nn.modules], ids=lambda package: package.__name__)
+def test_every_public_name_has_a_place_in_the_documentation(package):
     pages = "\n".join(file.read_text() for file in (ROOT / "docs").glob("*.md"))
-    documented = set(re.findall(r"^::: ops_math\.(\w+)$", pages, re.MULTILINE))
-    assert {name for name in ops_math.__all__ if not name.startswith("__")} - documented == set()
+    documented = set(re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE))
+    public = {f"{package.__name__}.{name}" for name in package.__all__ if not name.startswith("__")}
+    assert public - documented == set()
 
 
 def test_the_readme_is_at_most_120_lines():
