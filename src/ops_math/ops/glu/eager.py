@@ -68,7 +68,9 @@ def split(p: GluProblem, gate: torch.Tensor, up: torch.Tensor | None) -> tuple[t
     return (gate[..., 0::2], gate[..., 1::2]) if p.packing == "interleaved" else (gate[..., : p.cols], gate[..., p.cols :])
 
 
-def chunks(rows: int, cols: int, dtype: torch.dtype, tensors: Sequence[torch.Tensor], flat: bool = True) -> Iterator[tuple[torch.Tensor, ...]]:
+def chunks(
+    rows: int, cols: int, dtype: torch.dtype, tensors: Sequence[torch.Tensor], flat: bool = True
+) -> Iterator[tuple[torch.Tensor, ...]]:
     """The tensors, piece by piece where they must be converted to `dtype` on a CPU, else the whole at once.
 
     Pieces are whole rows unless all tensors are contiguous and `flat` allows to forget the rows."""

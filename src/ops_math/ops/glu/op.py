@@ -72,9 +72,7 @@ class _Glu(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str, out: torch.dtype
-    ) -> torch.Tensor:
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str, out: torch.dtype) -> torch.Tensor:
         keep = gate.device.type == "cpu"
         y, act = OP.fwd(gate, up, activation, packing, keep, out)
         ctx.save_for_backward(gate, up, act if keep else None)
@@ -109,7 +107,9 @@ def _check_packed(operator: str, gate_up: torch.Tensor) -> None:
     checks.at_least_1d(operator, "gate_up", gate_up)
     if gate_up.shape[-1] % 2:
         got = f"shape {checks.shape_text(gate_up.shape)}"
-        checks.fail(operator, "gate_up", "of an even last dimension (gate and up)", got, "Concatenate gate and up along the last dimension.")
+        checks.fail(
+            operator, "gate_up", "of an even last dimension (gate and up)", got, "Concatenate gate and up along the last dimension."
+        )
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -16,10 +16,14 @@ from ops_math.spec import product
 
 
 def _problem_fwd(x: torch.Tensor, bias: torch.Tensor | None, approximate: str, out: torch.dtype) -> GeluProblem:
-    return GeluProblem(product(x.shape[:-1]), x.shape[-1], name_of(x.dtype), name_of(bias.dtype) if bias is not None else "", name_of(out), approximate)
+    return GeluProblem(
+        product(x.shape[:-1]), x.shape[-1], name_of(x.dtype), name_of(bias.dtype) if bias is not None else "", name_of(out), approximate
+    )
 
 
-def _problem_bwd(dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, approximate: str, need_dx: bool, need_dbias: bool, need_y: bool) -> GeluProblem:
+def _problem_bwd(
+    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, approximate: str, need_dx: bool, need_dbias: bool, need_y: bool
+) -> GeluProblem:
     return _problem_fwd(x, bias, approximate, dy.dtype)._replace(need_dx=need_dx, need_dbias=need_dbias and bias is not None, need_y=need_y)
 
 
@@ -27,7 +31,9 @@ def _fake_fwd(x: torch.Tensor, bias: torch.Tensor | None, approximate: str, out:
     return x.new_empty(x.shape, dtype=out)
 
 
-def _fake_bwd(dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, approximate: str, need_dx: bool, need_dbias: bool, need_y: bool) -> tuple[torch.Tensor, ...]:
+def _fake_bwd(
+    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, approximate: str, need_dx: bool, need_dbias: bool, need_y: bool
+) -> tuple[torch.Tensor, ...]:
     dbias = bias.new_empty(bias.shape) if bias is not None and need_dbias else absent(x)
     return (x.new_empty(x.shape) if need_dx else absent(x)), dbias, (dy.new_empty(dy.shape) if need_y else absent(dy))
 

@@ -63,7 +63,9 @@ CASES = (
     Case("bias, part of rows", "gelu", lambda d: Call((d.normal(9, 200)[:, 8:136], d.normal(128)), {})),
     Case("bias, transposed input", "gelu", lambda d: Call((d.normal(64, 24).t(), d.normal(64)), {})),
     Case("bias, many rows", "gelu", _biased(1500, 16)),
-    Case("bias cancels the input", "gelu", lambda d: Call((d.normal(40, 64, offset=8.0), d.normal(64, offset=-8.0)), {}), kind="cancelling"),
+    Case(
+        "bias cancels the input", "gelu", lambda d: Call((d.normal(40, 64, offset=8.0), d.normal(64, offset=-8.0)), {}), kind="cancelling"
+    ),
     Case("fp32 bias", "gelu", lambda d: Call((d.normal(24, 128), d.normal(128, dtype="fp32")), {}), dtypes=("bf16", "fp16")),
     Case("only the bias learns", "gelu", _biased(33, 128), frozen=(0,)),
     Case("only the input learns", "gelu", _biased(33, 128), frozen=(1,)),

@@ -215,7 +215,9 @@ def launch_bwd(
     return dgate, dup, y
 
 
-def _launch_bwd_pairs(p: GluProblem, config: Config, dy: torch.Tensor, packed: torch.Tensor, dpacked: torch.Tensor, y: torch.Tensor) -> None:
+def _launch_bwd_pairs(
+    p: GluProblem, config: Config, dy: torch.Tensor, packed: torch.Tensor, dpacked: torch.Tensor, y: torch.Tensor
+) -> None:
     walk = _walk(p, config, dy, packed, dpacked.view(packed.shape), y)
     launch(
         _bwd_pairs_kernel, walk.grid, dy, packed, dpacked, y, walk.num_rows, walk.num_cols, *walk.strides,

@@ -148,7 +148,8 @@ def launch_fwd(p: GeluProblem, config: Config, x: torch.Tensor, bias: torch.Tens
     flat = bias is None and rows.is_contiguous()
     num_rows, num_cols, block_m, block_n = shape = _tile(p, config, flat) if y.numel() else (0, 0, 1, 1)
     launch(
-        _fwd_kernel, _grid(*shape), rows, rows if bias is None else bias.contiguous(), y, num_rows, num_cols, 0 if flat else rows.stride(0), 0 if flat else p.cols,
+        _fwd_kernel, _grid(*shape), rows, rows if bias is None else bias.contiguous(), y, num_rows, num_cols,
+        0 if flat else rows.stride(0), 0 if flat else p.cols,
         ACTIVATION=ACTIVATION[p.approximate], HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=config.num_warps,
     )  # fmt: skip
     return y

@@ -29,7 +29,9 @@ def launch_fwd(p: GeluProblem, config: None, x: torch.Tensor, bias: None) -> tor
     return torch.nn.functional.gelu(x.contiguous(), approximate=p.approximate)
 
 
-def launch_bwd(p: GeluProblem, config: None, dy: torch.Tensor, x: torch.Tensor, bias: None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def launch_bwd(
+    p: GeluProblem, config: None, dy: torch.Tensor, x: torch.Tensor, bias: None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dx, contiguous, and two empty tensors."""
     dx = features.aten("gelu_backward")(dy.contiguous(), x.contiguous(), approximate=p.approximate)
     return dx, x.new_empty(0), dy.new_empty(0)

@@ -15,7 +15,9 @@ CALLS = 10
 CHUNK = 131072  # values a thread and chunk: 512 KiB in fp32
 
 
-def _tables(p: RopeProblem, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _tables(
+    p: RopeProblem, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows for the tokens, without a duplicated half: [B or 1, S, 1, R/2], in the dtype of arithmetic."""
     if position_ids is not None and position_ids.device.type == "cpu" and position_ids.numel():
         low, high = (int(v) for v in position_ids.aminmax())
@@ -60,7 +62,9 @@ def _apply(p: RopeProblem, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
         out[:, :, num_rotated:].copy_(x[:, :, num_rotated:])
     if p.rotary_dim < p.head_dim:
         out[:, :, :num_rotated, p.rotary_dim :].copy_(x[:, :, :num_rotated, p.rotary_dim :])
-    for x_part, out_part, cos_part, sin_part in _chunks(p, x[:, :, :num_rotated, : p.rotary_dim], out[:, :, :num_rotated, : p.rotary_dim], cos, sin):
+    for x_part, out_part, cos_part, sin_part in _chunks(
+        p, x[:, :, :num_rotated, : p.rotary_dim], out[:, :, :num_rotated, : p.rotary_dim], cos, sin
+    ):
         if out.dtype == cos.dtype:
             _turn(p, x_part.to(cos.dtype), cos_part, sin_part, out_part)
         else:
@@ -71,7 +75,13 @@ def _apply(p: RopeProblem, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 
 
 def launch_fwd(
-    p: RopeProblem, config: None, x: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None
+    p: RopeProblem,
+    config: None,
+    x: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x and k turned; an empty tensor where there is no k."""
     cos, sin = _tables(p, cos, sin, position_ids, compute_dtype(x.dtype))
@@ -79,7 +89,13 @@ def launch_fwd(
 
 
 def launch_bwd(
-    p: RopeProblem, config: None, dx: torch.Tensor, dk: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None
+    p: RopeProblem,
+    config: None,
+    dx: torch.Tensor,
+    dk: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients turned back: the same with the sines negated."""
     cos, sin = _tables(p, cos, sin, position_ids, compute_dtype(dx.dtype))
@@ -87,7 +103,9 @@ def launch_bwd(
     return _apply(p, dx, cos, sin, p.num_rotated), dx.new_empty(0) if dk is None else _apply(p, dk, cos, sin, p.kv_heads)
 
 
-def launch_inplace(p: RopeProblem, config: None, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None) -> None:
+def launch_inplace(
+    p: RopeProblem, config: None, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None
+) -> None:
     """The first heads of x turned where they are, or turned back."""
     cos, sin = _tables(p, cos, sin, position_ids, compute_dtype(x.dtype))
     sin = -sin if p.inverse else sin

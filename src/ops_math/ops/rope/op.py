@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
-from ops_math.dispatch import absent, apply, define, define_in_place, needs_grad, store_dtype
+from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
 from ops_math.ops.rope import plain
 from ops_math.ops.rope.problem import RopeProblem
 from ops_math.spec import dtype_name as name_of
 
+Tensor = torch.Tensor
 
-def _problem(
-    x: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None, rotary_dim: int, num_rotated: int, interleaved: bool, out: torch.dtype
-) -> RopeProblem:
+
+def problem(
+    x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor | None,
+    rotary_dim: int, num_rotated: int, interleaved: bool, out: torch.dtype,
+) -> RopeProblem:  # fmt: skip
+    """The problem of a dispatcher call."""
     batch, seq, heads, width = x.shape
     kv_heads = 0 if k is None else k.shape[2]
     table_batch = cos.shape[0] if cos.dim() == 3 else 1
     positions = "" if position_ids is None else name_of(position_ids.dtype)
-    return RopeProblem(batch, seq, heads, kv_heads, width, rotary_dim, num_rotated, name_of(x.dtype), name_of(out), name_of(cos.dtype), table_batch, positions, interleaved)
+    names = name_of(x.dtype), name_of(out), name_of(cos.dtype)
+    return RopeProblem(batch, seq, heads, kv_heads, width, rotary_dim, num_rotated, *names, table_batch, positions, interleaved)
 
 
 def _fake(
-    x: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None, rotary_dim: int, num_rotated: int, interleaved: bool, out: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor | None,
+    rotary_dim: int, num_rotated: int, interleaved: bool, out: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return x.new_empty(x.shape, dtype=out), absent(x) if k is None else k.new_empty(k.shape, dtype=out)
 
 
-_SCHEMA = "(Tensor x, Tensor? k, Tensor cos, Tensor sin, Tensor? position_ids, int rotary_dim, int num_rotated, bool interleaved, ScalarType out) -> (Tensor, Tensor)"
+_SCHEMA = (
+    "(Tensor x, Tensor? k, Tensor cos, Tensor sin, Tensor? position_ids, int rotary_dim, int num_rotated, bool interleaved, ScalarType out)"
+    " -> (Tensor, Tensor)"
+)
 
 OP = define(
     "rope",
@@ -39,117 +48,128 @@ OP = define(
     bwd=_SCHEMA,
     fake_fwd=_fake,
     fake_bwd=_fake,
-    problem_fwd=_problem,
-    problem_bwd=_problem,
+    problem_fwd=problem,
+    problem_bwd=problem,
     implementations=("triton_gpu", "eager"),
 )
 
 
-def _problem_in_place(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None,
-    rotary_dim: int, num_rotated: int, interleaved: bool, inverse: bool,
-) -> RopeProblem:  # fmt: skip
-    p = _problem(x, None, cos, sin, position_ids, rotary_dim, num_rotated, interleaved, x.dtype)
-    return p._replace(inverse=inverse)
+class Heads(NamedTuple):
+    """How columns are heads and which of them are turned: H (0 where q and k are apart), K, the rotary width R, and the convention."""
+
+    num_heads: int
+    num_kv_heads: int
+    rotary_dim: int
+    interleaved: bool
+
+    def unpack(self, qkv: Tensor) -> Tensor:
+        """[..., (H + 2K) D] as [B, S, H + 2K, D]."""
+        heads = self.num_heads + 2 * self.num_kv_heads
+        return with_batch(qkv.unflatten(-1, (heads, qkv.shape[-1] // heads)))
 
 
-# Writes into x [B, S, heads, D]. Private: for a tensor that its caller made and nobody else holds.
-TURN_IN_PLACE = define_in_place(
-    OP,
-    "(Tensor(a!) x, Tensor cos, Tensor sin, Tensor? position_ids, int rotary_dim, int num_rotated, bool interleaved, bool inverse) -> ()",
-    _problem_in_place,
-)
-
-
-def _with_batch(x: torch.Tensor, dims: int) -> torch.Tensor:
+def with_batch(x: Tensor) -> Tensor:
     """[T, H, D] as [1, T, H, D]."""
-    return x if x.dim() == dims else x.unsqueeze(0)
+    return x if x.dim() == 4 else x.unsqueeze(0)
+
+
+def _turn(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, heads: Heads, out: torch.dtype
+) -> tuple[Tensor, ...]:
+    x = with_batch(q)
+    turned = OP.fwd(x, with_batch(k), cos, sin, position_ids, heads.rotary_dim, x.shape[2], heads.interleaved, out)
+    return turned if q.dim() == 4 else tuple(t.squeeze(0) for t in turned)
+
+
+def turn_packed(op: Any, qkv: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, heads: Heads, out: torch.dtype) -> Tensor:
+    """The queries and keys of a packed tensor turned by the forward or the backward operator."""
+    num_rotated = heads.num_heads + heads.num_kv_heads
+    return op(heads.unpack(qkv), None, cos, sin, position_ids, heads.rotary_dim, num_rotated, heads.interleaved, out)[0].view(qkv.shape)
 
 
 class _Rope(torch.autograd.Function):
     """q and k turned; saves the tables and nothing of q and k."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None, rotary_dim: int, interleaved: bool, out: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, heads: Heads, out: torch.dtype
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin, position_ids)
         ctx.set_materialize_grads(False)
-        ctx.options = rotary_dim, interleaved, q.dtype
-        turned = _apply(q, k, cos, sin, position_ids, rotary_dim, interleaved, out)
+        ctx.options = heads, q.dtype
+        turned = _turn(q, k, cos, sin, position_ids, heads, out)
         ctx.mark_non_differentiable(*(t for t, needed in zip(turned, ctx.needs_input_grad[:2], strict=True) if not needed))
         return turned
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dq: torch.Tensor | None, dk: torch.Tensor | None) -> tuple[Any, ...]:
-        rotary_dim, interleaved, dtype = ctx.options
+    def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Any, ...]:
+        heads, dtype = ctx.options
         if dq is None and dk is None:
-            return (None,) * 8
+            return (None,) * 7
         first, second = (dk, None) if dq is None else (dq, dk)
-        x = _with_batch(first, 4)
-        turned, other = OP.bwd(x, None if second is None else _with_batch(second, 4), *ctx.saved_tensors, rotary_dim, x.shape[2], interleaved, dtype)
-        turned = turned.view(first.shape)
-        grads = (None, turned) if dq is None else (turned, None if second is None else other.view(second.shape))
-        return *grads, *(None,) * 6
+        x, other = with_batch(first), None if second is None else with_batch(second)
+        turned = OP.bwd(x, other, *ctx.saved_tensors, heads.rotary_dim, x.shape[2], heads.interleaved, dtype)
+        grads = turned[0].view(first.shape), None if second is None else turned[1].view(second.shape)
+        return *(grads[::-1] if dq is None else grads), *(None,) * 5
 
 
 class _RopeQkv(torch.autograd.Function):
     """The heads of q and k in a packed tensor turned; saves the tables and nothing of the tensor."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None, num_heads: int, num_kv_heads: int, rotary_dim: int, interleaved: bool, out: torch.dtype) -> torch.Tensor:
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, heads: Heads, out: torch.dtype) -> Tensor:
         ctx.save_for_backward(cos, sin, position_ids)
-        ctx.options = num_heads, num_kv_heads, rotary_dim, interleaved, qkv.dtype
-        return _apply_packed(OP.fwd, qkv, cos, sin, position_ids, num_heads, num_kv_heads, rotary_dim, interleaved, out)
+        ctx.options = heads, qkv.dtype
+        return turn_packed(OP.fwd, qkv, cos, sin, position_ids, heads, out)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dqkv: torch.Tensor) -> tuple[Any, ...]:
-        return _apply_packed(OP.bwd, dqkv, *ctx.saved_tensors, *ctx.options), *(None,) * 8
+    def backward(ctx: Any, dqkv: Tensor) -> tuple[Any, ...]:
+        return turn_packed(OP.bwd, dqkv, *ctx.saved_tensors, *ctx.options), *(None,) * 5
 
 
-def _apply(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None, rotary_dim: int, interleaved: bool, out: torch.dtype) -> tuple[torch.Tensor, ...]:
-    x = _with_batch(q, 4)
-    turned = OP.fwd(x, _with_batch(k, 4), cos, sin, position_ids, rotary_dim, x.shape[2], interleaved, out)
-    return turned if q.dim() == 4 else tuple(t.squeeze(0) for t in turned)
-
-
-def _apply_packed(op: Any, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None, num_heads: int, num_kv_heads: int, rotary_dim: int, interleaved: bool, out: torch.dtype) -> torch.Tensor:
-    heads = num_heads + 2 * num_kv_heads
-    x = _with_batch(qkv.unflatten(-1, (heads, qkv.shape[-1] // heads)), 4)
-    return op(x, None, cos, sin, position_ids, rotary_dim, num_heads + num_kv_heads, interleaved, out)[0].view(qkv.shape)
-
-
-def _check_tables(operator: str, x: torch.Tensor, batch: int, seq: int, width: int, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None, rotary_dim: int | None) -> int:
-    """Check tables and positions against the tokens; returns the rotary width R."""
+def _check_tables(
+    operator: str, tokens: tuple[int, ...], width: int, x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None,
+    rotary_dim: int | None,
+) -> int:  # fmt: skip
+    """Check tables and positions against the tokens ([B, S] or [T]); returns the rotary width R."""
+    batch, seq = tokens if len(tokens) == 2 else (1, *tokens)
     for name, table in (("cos", cos), ("sin", sin)):
         checks.floating(operator, name, table)
         checks.no_gradient(operator, name, table)
+    got = f"shape {checks.shape_text(cos.shape)}"
     if cos.dim() not in (2, 3):
-        checks.fail(operator, "cos", "[rows, R/2], [rows, R] or [batch, seq, R]", f"shape {checks.shape_text(cos.shape)}", "Drop or add dimensions.")
+        checks.fail(operator, "cos", "[rows, R/2], [rows, R] or [batch, seq, R]", got, "Drop or add dimensions.")
     checks.same_shape(operator, "cos", cos, "sin", sin)
     checks.same_dtype(operator, "cos", cos, "sin", sin)
     checks.same_device(operator, "q", x, cos=cos, sin=sin, position_ids=position_ids)
     if position_ids is not None:
         _check_positions(operator, batch, seq, cos, position_ids)
     elif cos.dim() == 3 and (cos.shape[0] not in (1, batch) or cos.shape[1] != seq):
-        checks.fail(operator, "cos", f"[{batch}, {seq}, R] or [1, {seq}, R], a row for each token", f"shape {checks.shape_text(cos.shape)}", "Gather the rows of the tokens first.")
+        needs = f"[{batch}, {seq}, R] or [1, {seq}, R], a row for each token"
+        checks.fail(operator, "cos", needs, got, "Gather the rows of the tokens first.")
     elif cos.dim() == 2 and cos.shape[0] < seq:
-        checks.fail(operator, "cos", f"a table of at least {seq} rows, one for each token", f"shape {checks.shape_text(cos.shape)}", "Make longer tables, or pass position_ids.")
+        checks.fail(
+            operator, "cos", f"a table of at least {seq} rows, one for each token", got, "Make longer tables, or pass position_ids."
+        )
     return _rotary_dim(operator, width, cos, rotary_dim)
 
 
-def _check_positions(operator: str, batch: int, seq: int, cos: torch.Tensor, position_ids: torch.Tensor) -> None:
+def _check_positions(operator: str, batch: int, seq: int, cos: Tensor, position_ids: Tensor) -> None:
     checks.integer(operator, "position_ids", position_ids)
     if cos.dim() == 3:
-        checks.fail(operator, "position_ids", "None with tables of three dimensions, which have a row for each token", "both", "Pass tables [rows, R/2] or drop position_ids.")
+        needs = "None with tables of three dimensions, which have a row for each token"
+        checks.fail(operator, "position_ids", needs, "both", "Pass tables [rows, R/2] or drop position_ids.")
     if tuple(position_ids.shape) not in ((seq,), (1, seq), (batch, seq)):
-        checks.fail(operator, "position_ids", f"[{seq}] or [{batch}, {seq}], one for each token", f"shape {checks.shape_text(position_ids.shape)}", "Check that it comes from the same batch.")
+        needs, got = f"[{seq}] or [{batch}, {seq}], one for each token", f"shape {checks.shape_text(position_ids.shape)}"
+        checks.fail(operator, "position_ids", needs, got, "Check that it comes from the same batch.")
     if settings.STATE.checked and position_ids.numel():
         low, high = (int(v) for v in position_ids.aminmax())
         checks.positions(operator, low, high, cos.shape[0])
 
 
-def _rotary_dim(operator: str, width: int, cos: torch.Tensor, rotary_dim: int | None) -> int:
+def _rotary_dim(operator: str, width: int, cos: Tensor, rotary_dim: int | None) -> int:
     """R from the tables' width W. Three dimensions: W. Two: W where it passes half of the head's width D, D where W = D/2."""
     table = cos.shape[-1]
     if rotary_dim is None:
@@ -158,15 +178,18 @@ def _rotary_dim(operator: str, width: int, cos: torch.Tensor, rotary_dim: int | 
             checks.fail(operator, "rotary_dim", needs, "None", f"Pass rotary_dim={table} or rotary_dim={2 * table}.")
         rotary_dim = width if cos.dim() == 2 and 2 * table == width else table
     if not 0 < rotary_dim <= width or rotary_dim % 2:
-        checks.fail(operator, "rotary_dim", f"even, above 0 and at most the head's width {width}", str(rotary_dim), "Check the tables' last dimension.")
+        needs = f"even, above 0 and at most the head's width {width}"
+        checks.fail(operator, "rotary_dim", needs, str(rotary_dim), "Check the tables' last dimension.")
     if table not in (rotary_dim, rotary_dim // 2):
-        checks.fail(operator, "cos", f"of last dimension {rotary_dim // 2} or {rotary_dim} (rotary_dim {rotary_dim})", f"shape {checks.shape_text(cos.shape)}", "Check rotary_dim.")
+        needs = f"of last dimension {rotary_dim // 2} or {rotary_dim} (rotary_dim {rotary_dim})"
+        checks.fail(operator, "cos", needs, f"shape {checks.shape_text(cos.shape)}", "Check rotary_dim.")
     return rotary_dim
 
 
 def rope(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False, position_ids: torch.Tensor | None = None, rotary_dim: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *,
+    interleaved: bool = False, position_ids: Tensor | None = None, rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotary position embedding of queries and keys.
 
     (a, b) -> (a cos - b sin, b cos + a sin) for each pair of columns i < R/2 of each head: a = x[i], b = x[i + R/2], or, interleaved,
@@ -194,17 +217,16 @@ def rope(
     Source: Su et al., RoFormer, 2021; the gradient is the transposed rotation.
     """
     _check_heads("rope", q, k)
-    batch, seq = (1, q.shape[0]) if q.dim() == 3 else q.shape[:2]
-    width = _check_tables("rope", q, batch, seq, q.shape[-1], cos, sin, position_ids, rotary_dim)
+    width = _check_tables("rope", tuple(q.shape[:-2]), q.shape[-1], q, cos, sin, position_ids, rotary_dim)
     if not settings.active():
         return plain.rope(q, k, cos, sin, interleaved=interleaved, position_ids=position_ids, rotary_dim=width)
     out = store_dtype(q)
     if needs_grad(q, k):
-        return apply(_Rope, q, k, cos, sin, position_ids, width, interleaved, out)
-    return _apply(q, k, cos, sin, position_ids, width, interleaved, out)  # type: ignore[return-value]
+        return apply(_Rope, q, k, cos, sin, position_ids, Heads(0, 0, width, interleaved), out)
+    return _turn(q, k, cos, sin, position_ids, Heads(0, 0, width, interleaved), out)  # type: ignore[return-value]
 
 
-def _check_heads(operator: str, q: torch.Tensor, k: torch.Tensor) -> None:
+def _check_heads(operator: str, q: Tensor, k: Tensor) -> None:
     checks.floating(operator, "q", q)
     checks.floating(operator, "k", k)
     if q.dim() not in (3, 4):
@@ -217,16 +239,16 @@ def _check_heads(operator: str, q: torch.Tensor, k: torch.Tensor) -> None:
 
 
 def rope_qkv(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
     *,
     num_heads: int,
     num_kv_heads: int,
     interleaved: bool = False,
-    position_ids: torch.Tensor | None = None,
+    position_ids: Tensor | None = None,
     rotary_dim: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Rotary position embedding of the queries and keys in a packed tensor; the values are copied.
 
     Args:
@@ -244,89 +266,32 @@ def rope_qkv(
     Raises: ArgumentError as `rope`, and for a last dimension that H + 2K does not divide.
     Source: as `rope`.
     """
-    width = _check_packed("rope_qkv", qkv, cos, sin, num_heads, num_kv_heads, position_ids, rotary_dim)
+    heads = check_packed("rope_qkv", qkv, cos, sin, position_ids, num_heads, num_kv_heads, rotary_dim, interleaved)
     if not settings.active():
-        return plain.rope_qkv(qkv, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads, interleaved=interleaved, position_ids=position_ids, rotary_dim=width)
+        return plain.rope_qkv(qkv, cos, sin, position_ids=position_ids, **heads._asdict())
     out = store_dtype(qkv)
     if needs_grad(qkv):
-        return apply(_RopeQkv, qkv, cos, sin, position_ids, num_heads, num_kv_heads, width, interleaved, out)
-    return _apply_packed(OP.fwd, qkv, cos, sin, position_ids, num_heads, num_kv_heads, width, interleaved, out)
+        return apply(_RopeQkv, qkv, cos, sin, position_ids, heads, out)
+    return turn_packed(OP.fwd, qkv, cos, sin, position_ids, heads, out)
 
 
-def _check_packed(operator: str, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, num_heads: int, num_kv_heads: int, position_ids: torch.Tensor | None, rotary_dim: int | None) -> int:
-    """Check a packed call; returns the rotary width."""
+def check_packed(
+    operator: str, qkv: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None,
+    num_heads: int, num_kv_heads: int, rotary_dim: int | None, interleaved: bool,
+) -> Heads:  # fmt: skip
+    """Check a packed call; returns its heads with the rotary width found."""
     checks.floating(operator, "qkv", qkv)
     if qkv.dim() not in (2, 3):
-        checks.fail(operator, "qkv", "[B, S, (H + 2K) D] or [T, (H + 2K) D]", f"shape {checks.shape_text(qkv.shape)}", "Flatten heads and their width into the last dimension.")
+        needs, got = "[B, S, (H + 2K) D] or [T, (H + 2K) D]", f"shape {checks.shape_text(qkv.shape)}"
+        checks.fail(operator, "qkv", needs, got, "Flatten heads and their width into the last dimension.")
     checks.positive(operator, "num_heads", num_heads)
     checks.positive(operator, "num_kv_heads", num_kv_heads)
     heads = num_heads + 2 * num_kv_heads
     if qkv.shape[-1] % heads or not qkv.shape[-1]:
-        checks.fail(operator, "qkv", f"of a last dimension that {heads} heads divide ({num_heads} + 2 x {num_kv_heads})", f"shape {checks.shape_text(qkv.shape)}", "Check num_heads and num_kv_heads.")
-    batch, seq = (1, qkv.shape[0]) if qkv.dim() == 2 else qkv.shape[:2]
-    return _check_tables(operator, qkv, batch, seq, qkv.shape[-1] // heads, cos, sin, position_ids, rotary_dim)
-
-
-class _RopeQkvInPlace(torch.autograd.Function):
-    """As _RopeQkv, writing into the tensor. The gradient is turned back in a buffer of its own: others may hold the incoming one."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None,
-        num_heads: int, num_kv_heads: int, rotary_dim: int, interleaved: bool,
-    ) -> torch.Tensor:  # fmt: skip
-        ctx.save_for_backward(cos, sin, position_ids)
-        ctx.options = num_heads, num_kv_heads, rotary_dim, interleaved, qkv.dtype
-        ctx.mark_dirty(qkv)
-        turn_packed_(qkv, cos, sin, position_ids, num_heads, num_kv_heads, rotary_dim, interleaved)
-        return qkv
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dqkv: torch.Tensor) -> tuple[Any, ...]:
-        return _apply_packed(OP.bwd, dqkv, *ctx.saved_tensors, *ctx.options), *(None,) * 7
-
-
-def turn_packed_(
-    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None,
-    num_heads: int, num_kv_heads: int, rotary_dim: int, interleaved: bool, inverse: bool = False,
-) -> None:  # fmt: skip
-    """Turn, or turn back, the queries and keys of a packed tensor where they are, below autograd.
-
-    For a backward that made `qkv` itself: an incoming gradient is not its own.
-    """
-    heads = num_heads + 2 * num_kv_heads
-    x = _with_batch(qkv.unflatten(-1, (heads, qkv.shape[-1] // heads)), 4)
-    TURN_IN_PLACE(x, cos, sin, position_ids, rotary_dim, num_heads + num_kv_heads, interleaved, inverse)
-
-
-def rope_qkv_(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    interleaved: bool = False,
-    position_ids: torch.Tensor | None = None,
-    rotary_dim: int | None = None,
-) -> torch.Tensor:
-    """`rope_qkv` that writes into `qkv` and returns it: private, for the fresh result of a matrix product that nobody else holds.
-
-    Autograd is told that the tensor changed, and refuses the backward of whoever had saved it. Under torch.compile the functional
-    form runs: the compiler knows best which buffers are free.
-    """
-    width = _check_packed("rope_qkv_", qkv, cos, sin, num_heads, num_kv_heads, position_ids, rotary_dim)
-    if any(step == 0 and size > 1 for size, step in zip(qkv.shape, qkv.stride(), strict=True)) or qkv.stride(-1) != 1:
-        checks.fail("rope_qkv_", "qkv", "dense along its last dimension, each element in memory of its own", f"strides {qkv.stride()}", "Use rope_qkv.")
-    if not settings.active() or torch.compiler.is_compiling():
-        return rope_qkv(
-            qkv, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads, interleaved=interleaved, position_ids=position_ids, rotary_dim=width
-        )
-    if needs_grad(qkv):
-        return _RopeQkvInPlace.apply(qkv, cos, sin, position_ids, num_heads, num_kv_heads, width, interleaved)
-    turn_packed_(qkv, cos, sin, position_ids, num_heads, num_kv_heads, width, interleaved)
-    return qkv
+        needs = f"of a last dimension that {heads} heads divide ({num_heads} + 2 x {num_kv_heads})"
+        checks.fail(operator, "qkv", needs, f"shape {checks.shape_text(qkv.shape)}", "Check num_heads and num_kv_heads.")
+    width = _check_tables(operator, tuple(qkv.shape[:-1]), qkv.shape[-1] // heads, qkv, cos, sin, position_ids, rotary_dim)
+    return Heads(num_heads, num_kv_heads, width, interleaved)
 
 
 OP.public = {"rope": rope, "rope_qkv": rope_qkv}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def _tables(table: torch.Tensor, x: torch.Tensor, position_ids: torch.Tensor | None, rotary_dim: int | None, interleaved: bool) -> torch.Tensor:
+def _tables(
+    table: torch.Tensor, x: torch.Tensor, position_ids: torch.Tensor | None, rotary_dim: int | None, interleaved: bool
+) -> torch.Tensor:
     """Rows for the tokens of x, each angle for both columns of its pair, in the dtype of x."""
     if rotary_dim is None:
         rotary_dim = 2 * table.shape[-1] if table.dim() == 2 and 2 * table.shape[-1] <= x.shape[-1] else table.shape[-1]

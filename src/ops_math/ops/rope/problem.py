@@ -41,10 +41,14 @@ def cost(p: RopeProblem, phase: str) -> Cost:
     tables = p.table_batch * p.seq * p.rotary_dim * ITEM_SIZE[p.table]
     positions = tokens * {"": 0, "int32": 4, "int64": 8}[p.positions]
     flops = 3 * tokens * (p.num_rotated + p.kv_heads) * p.rotary_dim
-    return Cost((("x", n * ITEM_SIZE[p.x]), ("tables", tables), ("positions", positions)), (("y", n * ITEM_SIZE[p.out]),), (("turn", flops),))
+    return Cost(
+        (("x", n * ITEM_SIZE[p.x]), ("tables", tables), ("positions", positions)), (("y", n * ITEM_SIZE[p.out]),), (("turn", flops),)
+    )
 
 
-def _qk(batch: int, seq: int, heads: int, kv_heads: int, width: int, table: int, rows: int = 0, tables: str | None = None, **options: Any) -> Any:
+def _qk(
+    batch: int, seq: int, heads: int, kv_heads: int, width: int, table: int, rows: int = 0, tables: str | None = None, **options: Any
+) -> Any:
     """q and k with tables [rows, table] in the dtype `tables`; cosines and sines need not lie on a circle."""
 
     def make(d: Any) -> Call:

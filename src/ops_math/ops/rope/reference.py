@@ -40,8 +40,8 @@ def rope(
     rotary_dim: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every head of q and k turned by its token's angles."""
-    tables = [_table(t, q, position_ids, rotary_dim) for t in (cos, sin)]
-    return _turn(q, *tables, interleaved), _turn(k, *tables, interleaved)
+    cos, sin = (_table(t, q, position_ids, rotary_dim) for t in (cos, sin))
+    return _turn(q, cos, sin, interleaved), _turn(k, cos, sin, interleaved)
 
 
 def rope_qkv(
@@ -58,5 +58,5 @@ def rope_qkv(
     """The heads of q and k in a packed tensor turned, those of v copied."""
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     qk, v = heads[..., : num_heads + num_kv_heads, :], heads[..., num_heads + num_kv_heads :, :]
-    tables = [_table(t, heads, position_ids, rotary_dim) for t in (cos, sin)]
-    return torch.cat((_turn(qk, *tables, interleaved), v), -2).flatten(-2)
+    cos, sin = (_table(t, heads, position_ids, rotary_dim) for t in (cos, sin))
+    return torch.cat((_turn(qk, cos, sin, interleaved), v), -2).flatten(-2)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import ops_math as om
-from ops_math.ops.rope import op, reference
+from ops_math.ops.rope import op_inplace, reference
+from ops_math.ops.rope.op import Heads
 
 
 def tables(rows, half, dtype=torch.float64):
@@ -93,13 +94,22 @@ def test_a_narrow_table_of_two_dimensions_asks_for_the_rotary_width():
 
 
 REFUSED = {
-    "k of another width": (lambda q, c, s: om.rope(q, q[..., :32], c, s), r"rope: k must be \[1, 5, heads, 64\], with the tokens and width of q"),
+    "k of another width": (
+        lambda q, c, s: om.rope(q, q[..., :32], c, s),
+        r"rope: k must be \[1, 5, heads, 64\], with the tokens and width of q",
+    ),
     "tables that learn": (lambda q, c, s: om.rope(q, q, c.clone().requires_grad_(), s), r"rope: cos must be a constant"),
     "short tables": (lambda q, c, s: om.rope(q, q, c[:3], s[:3]), r"rope: cos must be a table of at least 5 rows, one for each token"),
     "sin of another shape": (lambda q, c, s: om.rope(q, q, c, s[:, :16]), r"rope: sin must be of shape \[5, 32\], as cos is"),
-    "an odd rotary width": (lambda q, c, s: om.rope(q, q, c, s, rotary_dim=33), r"rope: rotary_dim must be even, above 0 and at most the head's"),
+    "an odd rotary width": (
+        lambda q, c, s: om.rope(q, q, c, s, rotary_dim=33),
+        r"rope: rotary_dim must be even, above 0 and at most the head's",
+    ),
     "integers": (lambda q, c, s: om.rope(q.long(), q, c, s), r"rope: q must be floating point"),
-    "float positions": (lambda q, c, s: om.rope(q, q, c, s, position_ids=torch.zeros(5)), r"rope: position_ids must be an int64 or int32 tensor"),
+    "float positions": (
+        lambda q, c, s: om.rope(q, q, c, s, position_ids=torch.zeros(5)),
+        r"rope: position_ids must be an int64 or int32 tensor",
+    ),
     "positions for other tokens": (
         lambda q, c, s: om.rope(q, q, c, s, position_ids=torch.zeros(4, dtype=torch.long)),
         r"rope: position_ids must be \[5\] or \[1, 5\], one for each token; got shape \[4\]",
@@ -109,7 +119,7 @@ REFUSED = {
         r"rope_qkv: qkv must be of a last dimension that 5 heads divide \(3 \+ 2 x 1\); got shape \[1, 5, 128\]",
     ),
     "an expanded tensor in place": (
-        lambda q, c, s: op.rope_qkv_(q.new_zeros(1, 1, 256).expand(1, 5, 256), c, s, num_heads=2, num_kv_heads=1),
+        lambda q, c, s: op_inplace.rope_qkv_(q.new_zeros(1, 1, 256).expand(1, 5, 256), c, s, num_heads=2, num_kv_heads=1),
         r"rope_qkv_: qkv must be dense along its last dimension, each element in memory of its own",
     ),
 }
@@ -133,7 +143,7 @@ def packed_loss(turn, weight, x, cos, sin):
 def test_in_place_gives_the_bits_and_gradients_of_the_functional_form(dtype):
     cos, sin = tables(7, 8, dtype)
     results = []
-    for turn in (om.rope_qkv, op.rope_qkv_):
+    for turn in (om.rope_qkv, op_inplace.rope_qkv_):
         x, weight = normal(2, 7, 24, dtype=dtype).requires_grad_(), normal(24, 8 * 16, dtype=dtype).requires_grad_()
         loss = packed_loss(turn, weight, x, cos, sin)
         results.append((loss.detach(), *torch.autograd.grad(loss, (x, weight))))
@@ -145,10 +155,10 @@ def test_in_place_writes_into_the_tensor_and_leaves_the_values_alone():
     cos, sin = tables(7, 8, torch.float32)
     qkv = normal(2, 7, 8 * 16, dtype=torch.float32)
     kept = qkv.clone()
-    out = op.rope_qkv_(qkv, cos, sin, num_heads=4, num_kv_heads=2)
+    out = op_inplace.rope_qkv_(qkv, cos, sin, num_heads=4, num_kv_heads=2)
     assert out is qkv
     assert torch.equal(out, om.rope_qkv(kept, cos, sin, num_heads=4, num_kv_heads=2))
-    op.turn_packed_(out, cos, sin, None, 4, 2, 16, False, inverse=True)
+    op_inplace.turn_packed_(out, cos, sin, None, Heads(4, 2, 16, False), inverse=True)
     assert torch.allclose(out, kept, atol=1e-6)
 
 
@@ -157,7 +167,7 @@ def test_in_place_on_a_tensor_that_autograd_saved_fails_in_the_backward():
     weight = normal(24, 8 * 16, dtype=torch.float32).requires_grad_()
     qkv = normal(2, 7, 24, dtype=torch.float32) @ weight
     other = qkv.square().sum()
-    op.rope_qkv_(qkv, cos, sin, num_heads=4, num_kv_heads=2)
+    op_inplace.rope_qkv_(qkv, cos, sin, num_heads=4, num_kv_heads=2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         other.backward()
 
@@ -168,7 +178,7 @@ def test_in_place_below_autograd_is_noticed_too():
     qkv = normal(2, 7, 24, dtype=torch.float32) @ weight
     other = qkv.square().sum()
     with torch.no_grad():
-        op.turn_packed_(qkv, cos, sin, None, 4, 2, 16, False)
+        op_inplace.turn_packed_(qkv, cos, sin, None, Heads(4, 2, 16, False))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         other.backward()
 
@@ -176,13 +186,13 @@ def test_in_place_below_autograd_is_noticed_too():
 def test_in_place_on_a_leaf_that_learns_is_refused():
     cos, sin = tables(7, 8, torch.float32)
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
-        op.rope_qkv_(normal(2, 7, 8 * 16, dtype=torch.float32).requires_grad_(), cos, sin, num_heads=4, num_kv_heads=2)
+        op_inplace.rope_qkv_(normal(2, 7, 8 * 16, dtype=torch.float32).requires_grad_(), cos, sin, num_heads=4, num_kv_heads=2)
 
 
 def test_the_backward_of_the_in_place_form_leaves_the_incoming_gradient_as_it_was():
     cos, sin = tables(7, 8, torch.float32)
     weight = normal(24, 8 * 16, dtype=torch.float32).requires_grad_()
-    out = op.rope_qkv_(normal(2, 7, 24, dtype=torch.float32) @ weight, cos, sin, num_heads=4, num_kv_heads=2)
+    out = op_inplace.rope_qkv_(normal(2, 7, 24, dtype=torch.float32) @ weight, cos, sin, num_heads=4, num_kv_heads=2)
     incoming = normal(*out.shape, dtype=torch.float32)
     kept = incoming.clone()
     out.backward(incoming)
@@ -195,7 +205,7 @@ def test_in_place_after_a_linear_layer_with_bias_has_the_gradients_of_the_refere
     x = normal(2, 7, 24).requires_grad_()
     learning = (x, layer.weight, layer.bias)
     fed = normal(2, 7, 8 * 16)
-    ours = torch.autograd.grad(op.rope_qkv_(layer(x), cos, sin, num_heads=4, num_kv_heads=2), learning, fed)
+    ours = torch.autograd.grad(op_inplace.rope_qkv_(layer(x), cos, sin, num_heads=4, num_kv_heads=2), learning, fed)
     wanted = torch.autograd.grad(reference.rope_qkv(layer(x), cos, sin, num_heads=4, num_kv_heads=2), learning, fed)
     for a, b in zip(ours, wanted, strict=True):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
@@ -207,7 +217,7 @@ def test_compiled_the_in_place_form_gives_the_same_bits():
     results = []
     for fn in (packed_loss, torch.compile(packed_loss, fullgraph=True, backend="aot_eager")):
         x, weight = normal(2, 7, 24, dtype=torch.float32).requires_grad_(), normal(24, 8 * 16, dtype=torch.float32).requires_grad_()
-        loss = fn(op.rope_qkv_, weight, x, cos, sin)
+        loss = fn(op_inplace.rope_qkv_, weight, x, cos, sin)
         results.append((loss.detach(), *torch.autograd.grad(loss, (x, weight))))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
@@ -216,4 +226,4 @@ def test_compiled_the_in_place_form_gives_the_same_bits():
 def test_opcheck_accepts_the_in_place_operator():
     cos, sin = tables(7, 8, torch.float32)
     args = (normal(2, 7, 8, 16, dtype=torch.float32), cos, sin, None, 16, 6, False, False)
-    assert set(torch.library.opcheck(op.TURN_IN_PLACE, args, raise_exception=False).values()) == {"SUCCESS"}
+    assert set(torch.library.opcheck(op_inplace.TURN, args, raise_exception=False).values()) == {"SUCCESS"}

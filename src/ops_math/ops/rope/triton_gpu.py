@@ -56,7 +56,8 @@ def _place(num_tokens, seq, shares, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr
 
 @triton.jit
 def _load_tables(
-    cos_ptr, sin_ptr, position_ptr, batch, place, live, num_rows, table_stride_b, table_stride_s, position_stride_b, position_stride_s, sign,
+    cos_ptr, sin_ptr, position_ptr, batch, place, live, num_rows,
+    table_stride_b, table_stride_s, position_stride_b, position_stride_s, sign,
     HAS_POSITIONS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """cos and sin [T, 1, R/2] of the tokens; a position outside the tables reads NaN."""
@@ -75,7 +76,9 @@ def _load_tables(
 def _load_halves(rows_ptr, mask, HALF: tl.constexpr, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)[None, None, :]
     mask = mask & (cols < HALF)
-    return tl.load(rows_ptr + cols, mask=mask, other=0.0).to(tl.float32), tl.load(rows_ptr + HALF + cols, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(rows_ptr + cols, mask=mask, other=0.0).to(tl.float32), tl.load(rows_ptr + HALF + cols, mask=mask, other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
@@ -129,7 +132,8 @@ def _halves_kernel(
     qa, qb = _load_halves(q_rows, q_mask, HALF, BLOCK)
     ka, kb = _load_halves(k_rows, k_mask, HALF, BLOCK)
     cos, sin = _load_tables(
-        cos_ptr, sin_ptr, position_ptr, batch, place, live, num_rows, table_stride_b, table_stride_s, position_stride_b, position_stride_s, sign,
+        cos_ptr, sin_ptr, position_ptr, batch, place, live, num_rows,
+    table_stride_b, table_stride_s, position_stride_b, position_stride_s, sign,
         HAS_POSITIONS, HALF, BLOCK,
     )  # fmt: skip
 
@@ -167,7 +171,8 @@ def _pairs_kernel(
     qa, qb = _load_pairs(q_rows, q_mask, HALF, BLOCK_T, BLOCK_H, BLOCK)
     ka, kb = _load_pairs(k_rows, k_mask, HALF, BLOCK_T, BLOCK_K, BLOCK)
     cos, sin = _load_tables(
-        cos_ptr, sin_ptr, position_ptr, batch, place, live, num_rows, table_stride_b, table_stride_s, position_stride_b, position_stride_s, sign,
+        cos_ptr, sin_ptr, position_ptr, batch, place, live, num_rows,
+    table_stride_b, table_stride_s, position_stride_b, position_stride_s, sign,
         HAS_POSITIONS, HALF, BLOCK,
     )  # fmt: skip
 
@@ -222,7 +227,14 @@ def _launch(
 
 
 def _turned(
-    p: RopeProblem, config: Config, x: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None, sign: float
+    p: RopeProblem,
+    config: Config,
+    x: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    sign: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.empty(x.shape, dtype=DTYPE_OF[p.out], device=x.device)
     if k is not None:
@@ -232,7 +244,19 @@ def _turned(
     # A packed tensor: its queries, as many as a group is wide, and its keys and values as the second group.
     x = _unit(x)
     first = _first_group(p)
-    _launch(p, config, x[:, :, :first], x[:, :, first:], (out[:, :, :first], out[:, :, first:]), cos, sin, position_ids, p.num_rotated - first, sign, False)
+    _launch(
+        p,
+        config,
+        x[:, :, :first],
+        x[:, :, first:],
+        (out[:, :, :first], out[:, :, first:]),
+        cos,
+        sin,
+        position_ids,
+        p.num_rotated - first,
+        sign,
+        False,
+    )
     return out, x.new_empty(0)
 
 
@@ -243,20 +267,34 @@ def _first_group(p: RopeProblem) -> int:
 
 
 def launch_fwd(
-    p: RopeProblem, config: Config, x: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None
+    p: RopeProblem,
+    config: Config,
+    x: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x and k turned; an empty tensor where there is no k."""
     return _turned(p, config, x, k, cos, sin, position_ids, 1.0)
 
 
 def launch_bwd(
-    p: RopeProblem, config: Config, dx: torch.Tensor, dk: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None
+    p: RopeProblem,
+    config: Config,
+    dx: torch.Tensor,
+    dk: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients turned back."""
     return _turned(p, config, dx, dk, cos, sin, position_ids, -1.0)
 
 
-def launch_inplace(p: RopeProblem, config: Config, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None) -> None:
+def launch_inplace(
+    p: RopeProblem, config: Config, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None
+) -> None:
     """The first heads of x turned where they are, or turned back; the others are not touched."""
     first = _first_group(p)
     groups = x[:, :, :first], x[:, :, first : p.num_rotated]
