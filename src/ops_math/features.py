@@ -58,3 +58,18 @@ def tag_compile_cache(name: str, folder: Path) -> None:
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())
     config.cache_key_tag = f"{config.cache_key_tag}{name}-{digest.hexdigest()};"
+
+
+@lru_cache(maxsize=64)
+def widens(name: str, device: torch.device) -> bool:
+    """Whether `mm` or `addmm` of 16-bit operands can give fp32, and `addmm` add to fp32, on a device. It is tried once on a small
+    product: the function exists before it can do so (addmm), and on devices that refuse it (ROCm)."""
+    if device.type != "cuda" or not has_kernel(name, "cuda", "dtype_out"):
+        return False
+    a, out = torch.zeros(16, 16, dtype=torch.bfloat16, device=device), torch.zeros(16, 16, device=device)
+    operands = (out, a, a) if name == "addmm" else (a, a)
+    try:
+        aten(name, "dtype_out")(*operands, torch.float32, out=out)
+    except RuntimeError:
+        return False
+    return True

@@ -65,15 +65,16 @@ def row_losses(
     p: CrossEntropyProblem, z: torch.Tensor, rows: Rows, class_weight: torch.Tensor | None, buffer: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss and lse [rows] of capped logits; `buffer`, which may be z, is left holding exp(z - top), whose row sums come third."""
-    z_target = z.gather(1, rows.index[:, None])[:, 0]
+    z_target = z.gather(1, rows.index[:, None])[:, 0]  # lse - z_target would cancel near probability 1, (top - z_target) + log does not
     smooth = 0.0
     if p.label_smoothing:
         smooth = z.sum(1) if class_weight is None else z @ class_weight
     top = z.amax(1, keepdim=True)
     top.masked_fill_(top == float("-inf"), 0.0)  # a row of -inf has lse -inf, not NaN
     total = torch.sub(z, top, out=buffer).exp_().sum(1)
-    lse = top[:, 0] + total.log()
-    loss = (lse - z_target) * rows.weight * (1 - p.label_smoothing)
+    log_total = total.log()
+    lse = top[:, 0] + log_total
+    loss = ((top[:, 0] - z_target) + log_total) * rows.weight * (1 - p.label_smoothing)
     if p.label_smoothing:
         loss += (lse * rows.weight_sum - smooth) * rows.one * (p.label_smoothing / p.cols)
     if p.z_loss:

@@ -156,11 +156,16 @@ def row_scales(p: LinearCrossEntropyProblem, dloss: torch.Tensor, dtype: torch.d
     return flat / common, common
 
 
+def factor_of(scale: torch.Tensor, divisor: torch.Tensor | None) -> torch.Tensor:
+    """scale / divisor []; 0 where the divisor is 0, which means that no row is kept."""
+    return scale if divisor is None else torch.where(divisor == 0, 0.0, scale / divisor)
+
+
 def finish(
     p: LinearCrossEntropyProblem, x: torch.Tensor, scale: torch.Tensor, divisor: torch.Tensor | None, dx: torch.Tensor | None, dw: torch.Tensor | None, db: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients times scale / divisor, each rounded once to its input's dtype. A divisor of 0 means that no row is kept: gradient 0."""
-    factor = scale if divisor is None else torch.where(divisor == 0, 0.0, scale / divisor)
+    """Gradients times scale / divisor, each rounded once to its input's dtype."""
+    factor = factor_of(scale, divisor)
     results = []
     for grad, name, needed in ((dx, p.x, p.need_dx), (dw, p.weight, p.need_dw), (db, p.bias or p.weight, p.need_db)):
         out = torch.empty(grad.shape if needed and grad is not None else (0,), dtype=DTYPE_OF[name], device=x.device)

@@ -78,7 +78,7 @@ OP = define(
     fake_bwd=_fake_bwd,
     problem_fwd=_problem_fwd,
     problem_bwd=_problem_bwd,
-    implementations=("eager",),
+    implementations=("triton_gpu", "eager"),
     variant="_linear",
 )
 

@@ -25,13 +25,13 @@ def cross_entropy(
     outside_M = kept_M & ((target_M < 0) | (target_M >= num_classes))
     index_M = torch.where(kept_M & ~outside_M, target_M, 0).long()
 
-    lse_M = torch.logsumexp(z_MV, -1)
     weight_M = w_V[index_M] * torch.where(outside_M, float("nan"), 1.0).to(z_MV.dtype)
-    loss_M = (1 - label_smoothing) * weight_M * (lse_M - z_MV.gather(-1, index_M[..., None])[..., 0])
+    surprise_MV = -torch.log_softmax(z_MV, -1)
+    loss_M = (1 - label_smoothing) * weight_M * surprise_MV.gather(-1, index_M[..., None])[..., 0]
     if label_smoothing:
-        loss_M = loss_M + label_smoothing / num_classes * (w_V * (lse_M[..., None] - z_MV)).sum(-1)
+        loss_M = loss_M + label_smoothing / num_classes * (w_V * surprise_MV).sum(-1)
     if z_loss:
-        loss_M = loss_M + z_loss * lse_M.square()
+        loss_M = loss_M + z_loss * torch.logsumexp(z_MV, -1).square()
     loss_M = torch.where(kept_M, loss_M, 0.0)
 
     if reduction == "none":
