@@ -87,6 +87,11 @@ def target(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return t if t.dtype == dtype and t.stride(-1) == 1 else torch.empty(t.shape, dtype=dtype, device=t.device)
 
 
+def wide(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values in the dtype of arithmetic, side by side: PyTorch's activations are scalar code on strided columns."""
+    return t.to(dtype) if t.stride(-1) == 1 else t.to(dtype).contiguous()
+
+
 def _compute_dtype(gate: torch.Tensor, up: torch.Tensor | None) -> torch.dtype:
     return compute_dtype(gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype))
 
@@ -95,8 +100,8 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor, needed:
     return torch.empty(shape if needed else (0,), dtype=dtype, device=like.device)
 
 
-def _store(results: Sequence[torch.Tensor], wide: Sequence[torch.Tensor]) -> None:
-    for t, w in zip(results, wide, strict=True):
+def _store(results: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+    for t, w in zip(results, made, strict=True):
         if w is not t:
             t.copy_(w)
 
@@ -108,10 +113,10 @@ def launch_fwd(p: GluProblem, config: None, gate: torch.Tensor, up: torch.Tensor
     act = _empty(shape, y.dtype, y, p.keep)
     results = (y, act) if p.keep else (y,)
     for g, u, *parts in chunks(p.rows, p.cols, dtype, (*split(p, gate, up), *results)):
-        wide = [target(t, dtype) for t in parts]
-        activate(p.activation, g.to(dtype), wide[-1])
-        torch.mul(wide[-1], u.to(dtype), out=wide[0])
-        _store(parts, wide)
+        made = [target(t, dtype) for t in parts]
+        activate(p.activation, wide(g, dtype), made[-1])
+        torch.mul(made[-1], wide(u, dtype), out=made[0])
+        _store(parts, made)
     return y, act
 
 
@@ -131,18 +136,17 @@ def launch_bwd(
         named["y"] = y
     inputs = (dy, *split(p, gate, up), *(() if act is None else (act,)))
     for parts in chunks(p.rows, p.cols, dtype, (*inputs, *named.values())):
-        wide_inputs = [t.to(dtype) for t in parts[: len(inputs)]]
         results = parts[len(inputs) :]
-        wide = [target(t, dtype) for t in results]
-        _backward_part(p, wide_inputs, dict(zip(named, wide, strict=True)))
-        _store(results, wide)
+        made = [target(t, dtype) for t in results]
+        _backward_part(p, [wide(t, dtype) for t in parts[: len(inputs)]], dict(zip(named, made, strict=True)))
+        _store(results, made)
     return dgate, dup, y
 
 
-def _backward_part(p: GluProblem, inputs: list[torch.Tensor], wide: dict[str, torch.Tensor]) -> None:
+def _backward_part(p: GluProblem, inputs: list[torch.Tensor], results: dict[str, torch.Tensor]) -> None:
     """dgate = dy up activation'(gate); dup = dy activation(gate); y = activation(gate) up."""
     dy, gate, up, *kept = inputs
-    dgate, dup, y = (wide.get(name) for name in ("dgate", "dup", "y"))
+    dgate, dup, y = (results.get(name) for name in ("dgate", "dup", "y"))
     made = None if kept else dup if dup is not None else y  # where to put the activation that was not kept
     if dgate is not None:
         torch.mul(dy, up, out=dgate)
