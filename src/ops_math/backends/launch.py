@@ -48,7 +48,8 @@ def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, num_args: int, const
 
     names = kernel.arg_names[num_args:]
     direct = all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")) and set(names) == set(constants)
-    if not direct or knobs.runtime.launch_enter_hook is not None or knobs.runtime.launch_exit_hook is not None:
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    if not direct or any(getattr(hook, "calls", hook) for hook in hooks):  # a chain of hooks, or one where Triton has no chains
         return
     if len(_COMPILED) >= _LIMIT:
         _COMPILED.clear()

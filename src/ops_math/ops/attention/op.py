@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
 from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
-from ops_math.ops.attention import plain
+from ops_math.ops.attention import op_drawn, plain
 from ops_math.ops.attention.problem import AttentionProblem
 from ops_math.rng import Rng, state_for
 from ops_math.spec import compute_dtype
@@ -305,7 +305,7 @@ def attention(
         max_seqlen_q, max_seqlen_k: longest document [tokens], where known; our own kernels do without.
         dropout_p: chance of dropping a probability; the others are divided by 1 - dropout_p.
         rng: what the dropout mask is a function of, with row b Sq + i (packed: the token), head, and key (packed: within the
-            document). None draws a key from PyTorch's generator.
+            document). None draws from PyTorch's generator: a key, or, where cuDNN runs the call, the mask itself.
         return_lse: also return the logarithm of the sum of exponentials of each row's scores, which is not differentiable.
 
     Returns:
@@ -325,11 +325,25 @@ def attention(
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, dropout_p=dropout_p, rng=rng, return_lse=return_lse,
         )  # fmt: skip
     rule = _rule("attention", q.shape[-1], causal, scale, window, softcap, max_seqlen_q, max_seqlen_k, dropout_p)
-    extra = _extra("attention", q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, dropout_p, rng)
     grad = needs_grad(q, k, v)
     q, k, v = _cast(q), _cast(k), _cast(v)
+    if _draws(q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, rule, rng):
+        out, lse = op_drawn.attend(q, k, v, rule.right == 0, rule.scale, dropout_p)
+        return (out, lse) if return_lse else out
+    extra = _extra("attention", q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, dropout_p, rng)
     out, lse = apply(_Attention, q, k, v, *extra, *rule) if grad else OP.fwd(q, k, v, *extra, *rule)
     return (out, lse) if return_lse else out
+
+
+def _draws(
+    q: torch.Tensor, k: torch.Tensor, mask: Optional, keep: Optional, cu_q: Optional, cu_k: Optional, rule: Rule, rng: Rng | None
+) -> bool:
+    """Whether PyTorch's generator may draw the dropout mask inside a vendor kernel: no key was given, and nothing else is hidden."""
+    if not rule.dropout_p or rng is not None or any(t is not None for t in (mask, keep, cu_q, cu_k)):
+        return False
+    if rule.softcap or rule.left >= 0 or rule.right > 0 or (rule.right == 0 and q.shape[1] != k.shape[1]):
+        return False
+    return op_drawn.can_draw(q, k, rule.right == 0, rule.scale, rule.dropout_p)
 
 
 def _extra(
@@ -404,6 +418,10 @@ def attention_qkv(
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, dropout_p=dropout_p, rng=rng, return_lse=return_lse,
         )  # fmt: skip
     rule = _rule(op, q.shape[-1], causal, scale, window, softcap, max_seqlen_q, max_seqlen_k, dropout_p)
+    q, k, v = _cast(q), _cast(k), _cast(v)
+    if _draws(q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, rule, rng):
+        out, lse = op_drawn.attend(q, k, v, rule.right == 0, rule.scale, dropout_p)
+        return (out, lse) if return_lse else out
     extra = _extra(op, q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, dropout_p, rng)
     if needs_grad(qkv):
         out, lse = apply(_AttentionQKV, _cast(qkv), num_heads, kv_heads, *extra, *rule)

@@ -23,6 +23,7 @@ ATEN = {
     "efficient": "_scaled_dot_product_efficient_attention",
     "flash_cpu": "_scaled_dot_product_flash_attention_for_cpu",
 }
+ALIGNMENT = 16  # bytes
 LSE_ALIGNMENT = 32  # the memory-efficient kernel pads rows of lse to this
 # [TFLOP/s] forward and backward, H200, bf16, torch 2.11, 2026-11-29: D 128 S 4096 and D 64 S 2048, causal, 32 heads on 8 keys.
 RATES = {
@@ -35,16 +36,16 @@ RATES = {
 def supports(p: AttentionProblem, device: Device, phase: str) -> str | None:
     """Why none of them can run it, or None."""
     variants = CPU if device.kind == "cpu" else GPU
-    reasons = [(name, _against(name, p, device, phase)) for name in variants]
+    reasons = [(name, against(name, p, device, phase)) for name in variants]
     return None if any(why is None for _, why in reasons) else "; ".join(dict.fromkeys(str(why) for _, why in reasons))
 
 
 def configs(p: AttentionProblem, device: Device, phase: str) -> tuple[str, ...]:
     """The variants that can run it, fastest measured first."""
-    return tuple(name for name in (CPU if device.kind == "cpu" else GPU) if _against(name, p, device, phase) is None)
+    return tuple(name for name in (CPU if device.kind == "cpu" else GPU) if against(name, p, device, phase) is None)
 
 
-def _against(name: str, p: AttentionProblem, device: Device, phase: str) -> str | None:
+def against(name: str, p: AttentionProblem, device: Device, phase: str) -> str | None:
     """Why one variant cannot run the problem, or None."""
     function = ATEN[name] + ("" if phase == "fwd" else "_backward")
     if not features.has_kernel(function, device.kind):
@@ -70,6 +71,8 @@ def _against(name: str, p: AttentionProblem, device: Device, phase: str) -> str 
         return "cuDNN's attention needs an NVIDIA GPU from sm_80 on"
     if p.head_dim % 8 or p.head_dim > (128 if name == "cudnn" else 256):
         return f"takes head widths in steps of 8 up to {128 if name == 'cudnn' else 256}"
+    if name == "cudnn" and p.q_len == p.k_len == 1:
+        return "does not take one query on one key"
     if causal and p.q_len != p.k_len:
         return "is causal for as many queries as keys only"
     if name == "efficient" and p.group > 1:
@@ -125,7 +128,7 @@ def launch_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out [B, S, H, D] contiguous and lse [B, H, S]."""
     function, causal = features.aten(ATEN[config]), p.right == 0
-    inputs = (_heads_first(q), _heads_first(k), _heads_first(v))
+    inputs = heads_first(q, k, v)
     if config == "flash_cpu":
         out, lse = function(*inputs, 0.0, causal, scale=p.scale)
     elif config == "flash":
@@ -134,7 +137,7 @@ def launch_fwd(
         out, lse = function(*inputs, None, True, 0.0, causal, False, scale=p.scale)[:2]
     else:
         out, lse = function(*inputs, None, True, 0.0, causal, scale=p.scale)[:2]
-    return out.transpose(1, 2).contiguous(), _lse_out(lse, p)
+    return out.transpose(1, 2).contiguous(), lse_out(lse, p)
 
 
 def launch_bwd(
@@ -150,7 +153,7 @@ def launch_bwd(
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv, or the gradient of one projection."""
     function, causal = features.aten(ATEN[config] + "_backward"), p.right == 0
-    head = tuple(_heads_first(x) for x in (dout, q, k, v))
+    head = heads_first(dout, q, k, v)
     o = out.transpose(1, 2)
     if config == "flash_cpu":
         grads = function(*head, o, lse, 0.0, causal, scale=p.scale)
@@ -164,10 +167,10 @@ def launch_bwd(
     else:
         seed = _philox(q)
         grads = function(*head, o, lse[..., None], seed, seed, None, None, None, p.q_len, p.k_len, 0.0, causal, scale=p.scale)
-    return _collected(p, grads, q, k, v)
+    return collected(p, grads, q, k, v)
 
 
-def _collected(p: AttentionProblem, grads: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def collected(p: AttentionProblem, grads: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """[B, S, H, D] contiguous; into one tensor where the inputs are one projection."""
     back = [None if g is None else g.transpose(1, 2) for g in grads[:3]]
     if not p.packed_qkv:
@@ -179,12 +182,15 @@ def _collected(p: AttentionProblem, grads: Any, q: torch.Tensor, k: torch.Tensor
     return results
 
 
-def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    """[B, H, S, D] as a view; a copy only where the last dimension has a stride."""
-    return (x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2)
+def heads_first(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[B, H, S, D] as views; a copy only where the last dimension has a stride, or where a base is not aligned as the kernels assume."""
+    return tuple(
+        (x if x.stride(-1) == 1 and x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)).transpose(1, 2)
+        for x in tensors
+    )
 
 
-def _lse_out(lse: torch.Tensor, p: AttentionProblem) -> torch.Tensor:
+def lse_out(lse: torch.Tensor, p: AttentionProblem) -> torch.Tensor:
     """lse [B, H, S] dense: padding cut off, a last dimension of one dropped."""
     return (lse[..., 0] if lse.dim() == 4 else lse)[:, :, : p.q_len].contiguous()
 

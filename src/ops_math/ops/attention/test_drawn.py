@@ -1,0 +1,80 @@
+"""Dropout whose mask PyTorch's generator draws inside cuDNN: the backward must see the mask of the forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ops_math as om
+from ops_math.ops.attention import op_drawn
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="missing capability: a CUDA device")
+
+
+def inputs(width=64, seq=64):
+    torch.manual_seed(1)
+    return [torch.randn(2, seq, 4, width, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+
+
+def test_a_call_on_the_cpu_or_with_a_key_is_never_left_to_the_generator():
+    q = torch.randn(1, 8, 2, 16, dtype=torch.bfloat16)
+    assert not op_drawn.can_draw(q, q, False, 0.25, 0.1)
+    rng = om.Rng(3)
+    assert torch.equal(om.attention(q, q, q, dropout_p=0.5, rng=rng), om.attention(q, q, q, dropout_p=0.5, rng=rng))
+
+
+@pytest.mark.gpu
+@GPU
+def test_gradients_are_those_of_the_mask_that_the_forward_drew():
+    q, k, v = inputs()
+    eye = torch.eye(64, device="cuda", dtype=torch.bfloat16)[None, :, None].expand(2, 64, 4, 64).contiguous()
+    torch.manual_seed(5)
+    keep = (om.attention(q, k, eye, dropout_p=0.25) != 0).double().permute(0, 2, 1, 3)  # probabilities that were kept, [B, H, Sq, Sk]
+    assert abs(keep.mean().item() - 0.75) < 0.02
+    torch.manual_seed(5)
+    om.reset_stats()
+    out = om.attention(q, k, v, dropout_p=0.25)
+    assert {row.op for row in om.stats().rows} == {"attention_drawn"}
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    wide = [t.detach().double().transpose(1, 2).requires_grad_() for t in (q, k, v)]
+    exact = ((wide[0] @ wide[1].mT / 8).softmax(-1) * keep / 0.75) @ wide[2]
+    expected = torch.autograd.grad(exact, wide, dout.double().transpose(1, 2))
+    for ours, r in zip((out, *grads), (exact, *expected), strict=True):
+        assert (ours.double().transpose(1, 2) - r).norm() < 0.005 * r.norm()
+
+
+@pytest.mark.gpu
+@GPU
+def test_two_calls_draw_two_masks_and_the_generators_state_repeats_one():
+    q, k, v = inputs()
+    torch.manual_seed(7)
+    first, second = om.attention(q, k, v, dropout_p=0.5), om.attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(7)
+    assert torch.equal(first, om.attention(q, k, v, dropout_p=0.5))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.gpu
+@GPU
+def test_checkpointing_recomputes_with_the_same_mask():
+    q, k, v = inputs()
+
+    def call(q):
+        return om.attention(q, k, v, dropout_p=0.5).float().square().sum()
+
+    torch.manual_seed(9)
+    (plain,) = torch.autograd.grad(call(q), q)
+    torch.manual_seed(9)
+    (again,) = torch.autograd.grad(torch.utils.checkpoint.checkpoint(call, q, use_reentrant=False), q)
+    assert (plain - again).abs().max() <= 0.01 * plain.abs().max()
+
+
+@pytest.mark.gpu
+@GPU
+def test_at_determinism_level_one_our_own_kernel_draws_by_key():
+    q, k, v = inputs()
+    om.reset_stats()
+    with om.determinism(1):
+        om.attention(q, k, v, dropout_p=0.5)
+    assert {row.op for row in om.stats().rows} == {"attention"}
