@@ -7,14 +7,15 @@ import triton.language as tl
 
 
 @triton.jit
-def moments(x, cols, num_cols):
+def moments(x, valid, count):
     """(x - mean with masked columns zero, mean [M], mean square of the centred row [M]).
 
-    Two passes over registers, since E[x^2] - E[x]^2 cancels when a row has a large common offset. Masked columns of x must be zero.
+    Two passes over registers, since E[x^2] - E[x]^2 cancels when a row has a large common offset. valid [BLOCK_N] says which columns
+    exist, count how many do; x is zero in the others.
     """
-    mean = tl.sum(x, 1) / num_cols
-    centred = tl.where((cols < num_cols)[None, :], x - mean[:, None], 0.0)
-    return centred, mean, tl.sum(centred * centred, 1) / num_cols
+    mean = tl.sum(x, 1) / count
+    centred = tl.where(valid[None, :], x - mean[:, None], 0.0)
+    return centred, mean, tl.sum(centred * centred, 1) / count
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
-from ops_math.dispatch import absent, define, needs_grad, store_dtype
+from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
 from ops_math.ops.layer_norm import plain
 from ops_math.ops.layer_norm.problem import LayerNormProblem
 from ops_math.rng import Rng, state_for
@@ -166,7 +166,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.
         return plain.layer_norm(x, weight, bias, eps=eps)
     out = store_dtype(x)
     if needs_grad(x, weight, bias):
-        return _LayerNorm.apply(x, weight, bias, eps, out)
+        return apply(_LayerNorm, x, weight, bias, eps, out)
     return OP.fwd(x, None, weight, bias, None, None, eps, 0.0, out)[0]
 
 
@@ -214,7 +214,7 @@ def add_layer_norm(
     state = state_for("add_layer_norm", rng, x.device) if dropout_p else None
     out = store_dtype(x)
     if needs_grad(x, residual, weight, bias, x_bias):
-        return _AddLayerNorm.apply(x, residual, weight, bias, x_bias, state, eps, dropout_p, out)
+        return apply(_AddLayerNorm, x, residual, weight, bias, x_bias, state, eps, dropout_p, out)
     y, total, _, _ = OP.fwd(x, residual, weight, bias, x_bias, state, eps, dropout_p, out)
     return y, total
 

@@ -31,7 +31,13 @@ def launch_fwd(
 
 
 def launch_bwd(
-    p: RmsNormProblem, config: None, dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor
+    p: RmsNormProblem,
+    config: None,
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx = rstd (g - xhat mean(g xhat)) + dsum with g = dy (weight + offset); dweight = sum over rows of dy xhat."""
     dtype = compute_dtype(x.dtype)

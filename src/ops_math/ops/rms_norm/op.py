@@ -15,24 +15,66 @@ from ops_math.spec import compute_dtype, product
 from ops_math.spec import dtype_name as name_of
 
 
-def _problem_fwd(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, offset: float, out: torch.dtype) -> RmsNormProblem:
+def _problem_fwd(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, offset: float, out: torch.dtype
+) -> RmsNormProblem:
     cols = x.shape[-1]
     return RmsNormProblem(
-        product(x.shape[:-1]), cols, name_of(x.dtype), name_of(residual.dtype) if residual is not None else "", name_of(weight.dtype) if weight is not None else "", name_of(out), eps, offset
+        product(x.shape[:-1]),
+        cols,
+        name_of(x.dtype),
+        name_of(residual.dtype) if residual is not None else "",
+        name_of(weight.dtype) if weight is not None else "",
+        name_of(out),
+        eps,
+        offset,
     )
 
 
-def _problem_bwd(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor, eps: float, offset: float, need_dx: bool, need_dw: bool) -> RmsNormProblem:
+def _problem_bwd(
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    eps: float,
+    offset: float,
+    need_dx: bool,
+    need_dw: bool,
+) -> RmsNormProblem:
     residual = name_of(x.dtype) if dsum is not None else ""
-    return RmsNormProblem(product(x.shape[:-1]), x.shape[-1], name_of(x.dtype), residual, name_of(weight.dtype) if weight is not None else "", name_of(dy.dtype), eps, offset, need_dx, need_dw)
+    return RmsNormProblem(
+        product(x.shape[:-1]),
+        x.shape[-1],
+        name_of(x.dtype),
+        residual,
+        name_of(weight.dtype) if weight is not None else "",
+        name_of(dy.dtype),
+        eps,
+        offset,
+        need_dx,
+        need_dw,
+    )
 
 
-def _fake_fwd(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, offset: float, out: torch.dtype) -> tuple[torch.Tensor, ...]:
+def _fake_fwd(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, offset: float, out: torch.dtype
+) -> tuple[torch.Tensor, ...]:
     total = absent(x) if residual is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
     return x.new_empty(x.shape, dtype=out), total, x.new_empty((product(x.shape[:-1]),), dtype=compute_dtype(x.dtype))
 
 
-def _fake_bwd(dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor, eps: float, offset: float, need_dx: bool, need_dw: bool) -> tuple[torch.Tensor, ...]:
+def _fake_bwd(
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    eps: float,
+    offset: float,
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[torch.Tensor, ...]:
     dw = absent(x) if weight is None or not need_dw else weight.new_empty(weight.shape)
     return (x.new_empty(x.shape) if need_dx else absent(x)), dw
 
@@ -41,7 +83,8 @@ OP = define(
     "rms_norm",
     __package__,
     fwd="(Tensor x, Tensor? residual, Tensor? weight, float eps, float weight_offset, ScalarType out) -> (Tensor, Tensor, Tensor)",
-    bwd="(Tensor dy, Tensor? dsum, Tensor x, Tensor? weight, Tensor rstd, float eps, float weight_offset, bool need_dx, bool need_dw) -> (Tensor, Tensor)",
+    bwd="(Tensor dy, Tensor? dsum, Tensor x, Tensor? weight, Tensor rstd, float eps, float weight_offset, bool need_dx, bool need_dw)"
+    " -> (Tensor, Tensor)",
     fake_fwd=_fake_fwd,
     fake_bwd=_fake_bwd,
     problem_fwd=_problem_fwd,
@@ -73,7 +116,9 @@ class _AddRmsNorm(torch.autograd.Function):
     """s = x + residual, y = norm(s); saves s and rstd."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, out: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, out: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         y, total, rstd = OP.fwd(x, residual, weight, eps, offset, out)
         ctx.save_for_backward(total, weight, rstd)
         ctx.set_materialize_grads(False)

@@ -34,7 +34,9 @@ def cost(p: RmsNormProblem, phase: str) -> Cost:
     x, residual, out = n * ITEM_SIZE[p.x], n * ITEM_SIZE.get(p.residual, 0), n * ITEM_SIZE[p.out]
     total = x if p.residual else 0
     if phase == "fwd":
-        return Cost((("x", x), ("residual", residual), ("weight", weight)), (("y", out), ("sum", total), ("rstd", 4 * p.rows)), (("norm", 4 * n),))
+        return Cost(
+            (("x", x), ("residual", residual), ("weight", weight)), (("y", out), ("sum", total), ("rstd", 4 * p.rows)), (("norm", 4 * n),)
+        )
     read = (("dy", out), ("dsum", total), ("x", x), ("rstd", 4 * p.rows), ("weight", weight))
     return Cost(read, (("dx", x * p.need_dx), ("dweight", weight * p.need_dw)), (("norm", 9 * n),))
 
@@ -66,5 +68,10 @@ CASES = (
     Case("add, odd width", "add_rms_norm", _add(6, 1003)),
     Case("add, wide", "add_rms_norm", _add(2, 17000), small=False),
     Case("add, no weight, 1 + w", "add_rms_norm", lambda d: Call((d.normal(11, 64), d.normal(11, 64)), {"weight_offset": 1.0})),
-    Case("add, fp32 residual", "add_rms_norm", lambda d: Call((d.normal(24, 128), d.normal(24, 128, dtype="fp32"), d.normal(128)), {}), dtypes=("bf16", "fp16")),
+    Case(
+        "add, fp32 residual",
+        "add_rms_norm",
+        lambda d: Call((d.normal(24, 128), d.normal(24, 128, dtype="fp32"), d.normal(128)), {}),
+        dtypes=("bf16", "fp16"),
+    ),
 )

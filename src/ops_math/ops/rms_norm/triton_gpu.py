@@ -1,7 +1,8 @@
 """Triton kernels for NVIDIA and AMD GPUs.
 
-A row lies in registers when it fits (16,384 columns); wider rows are walked twice. The backward is persistent: each program owns
-rows p, p + P, ... and one fp32 row of partial weight gradients, so that the sum has one order and needs no atomics.
+A row lies in registers when it fits; wider rows are walked twice. Programs of the backward are persistent: each owns tiles
+p, p + P, ... and one fp32 row of partial weight gradients, which a second kernel adds in a fixed order, without atomics.
+A pointer that is None stands for a tensor that is absent, and compiles to nothing.
 """
 
 from __future__ import annotations
@@ -13,20 +14,26 @@ import triton
 import triton.language as tl
 
 from ops_math.backends.launch import launch
+from ops_math.dispatch import absent
 from ops_math.layout import as_rows
+from ops_math.ops._tiles.rows import rms_norm_gradient
 from ops_math.ops.rms_norm.problem import RmsNormProblem
 from ops_math.spec import DTYPE_OF, Device
 
-WIDEST = 16384  # columns held in registers: 32 warps x 32 lanes x 16 values
+WIDEST = {"fwd": 16384, "bwd": 8192}  # columns held in registers; the backward holds the sums of the weight's gradient too
+WIDE_BLOCK = 4096
+COLUMNS_M, COLUMNS_N = 16, 256  # tile of the sums over rows of wide problems
+SUM_M, SUM_N = 128, 32  # tile of the sum of partials
 
 
 class Config(NamedTuple):
-    """Rows a tile, columns a tile, warps, programs of the backward."""
+    """Rows a tile, columns a tile, warps, programs, rows loaded ahead (1: none)."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_programs: int
+    num_stages: int
 
 
 def supports(p: RmsNormProblem, device: Device, phase: str) -> str | None:
@@ -36,140 +43,194 @@ def supports(p: RmsNormProblem, device: Device, phase: str) -> str | None:
     return None
 
 
+def _is_wide(p: RmsNormProblem, phase: str) -> bool:
+    """Whether a row does not fit in registers; an address for each value takes half of them."""
+    return p.cols > WIDEST[phase] // (2 if p.cols % 16 else 1)
+
+
 def configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
-    """Tiles of about 4,096 values (forward) in at most 32 warps."""
-    block_n = min(triton.next_power_of_2(max(p.cols, 1)), WIDEST if p.cols <= WIDEST else 4096)
-    block_m = max(1, min(2048 // block_n, 16))
-    num_warps = min(max(block_m * block_n // 512, 1), 16 if device.kind == "hip" else 32)
-    rows = -(-p.rows // block_m)
-    per_core = max(1, 32 // num_warps) if phase == "bwd" else 1
-    return (Config(block_m, block_n, num_warps, max(1, min(rows, device.num_cores * per_core))),)
+    """The legal configurations, best guess first."""
+    if _is_wide(p, phase):
+        cuts = 4 * device.num_cores // max(p.cols // COLUMNS_N, 1)  # about four programs a core sum the weight's gradient
+        num_programs = max(min(cuts, -(-p.rows // COLUMNS_M)), 1)
+        return tuple(Config(1, WIDE_BLOCK, num_warps, num_programs, 1) for num_warps in (8, 16, 4))
+    lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
+    block_n = triton.next_power_of_2(max(p.cols, 1))
+    # Values a tile, values a thread, stages; the forward starts one program for each tile unless it loads ahead.
+    if phase == "fwd":
+        wishes = ((2048, 16, 1), (4096, 16, 1), (2048, 32, 1), (2048, 8, 1), (2048, 16, 2))
+    else:
+        wishes = ((4096, 16, 2), (4096, 16, 3), (4096, 8, 2), (4096, 16, 1), (2048, 16, 2), (8192, 16, 2))
+    found: list[Config] = []
+    for tile, values, num_stages in wishes:
+        block_m = max(1, min(tile // block_n, 16))
+        num_warps = min(max(block_m * block_n // (values * lanes), 1), most_warps)
+        tiles = max(-(-p.rows // block_m), 1)
+        per_core = max((32 if phase == "fwd" else 16) // num_warps, 1)  # as many as the registers hold
+        persistent = phase == "bwd" or num_stages > 1
+        config = Config(block_m, block_n, num_warps, min(tiles, device.num_cores * per_core) if persistent else tiles, num_stages)
+        if config not in found and block_m * block_n <= 32 * num_warps * lanes and (device.kind != "hip" or num_stages == 1):
+            found.append(config)
+    return tuple(found)
+
+
+@triton.jit
+def _parameter(ptr, cols, num_cols, weight_offset):
+    """Weight and offset [1, BLOCK_N] in fp32."""
+    return tl.load(ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32)[None, :] + weight_offset
+
+
+@triton.jit
+def _summed(x_ptr, residual_ptr, total_ptr, rows, cols, mask, x_stride, residual_stride):
+    """What is normalised, zero where masked: x, or x + residual as it is rounded when stored."""
+    x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = x.to(total_ptr.dtype.element_ty).to(tl.float32)
+    return x
 
 
 @triton.jit
 def _fwd_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, rstd_ptr, num_rows, num_cols, x_stride, residual_stride, eps, weight_offset,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, num_rows, num_cols, x_stride, residual_stride, eps, weight_offset,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
-    mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
 
-    x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        x += tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        total = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + rows[:, None] * num_cols + cols[None, :], total, mask=mask)
-        x = total.to(tl.float32)  # the backward sees the rounded sum, so the forward normalises it too
+        x = _summed(x_ptr, residual_ptr, total_ptr, rows, cols, mask, x_stride, residual_stride)
 
-    rstd = tl.rsqrt(tl.sum(x * x, 1) / num_cols + eps)
-    y = x * rstd[:, None]
-    if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32) + weight_offset
-        y = y * weight[None, :]
+        rstd = tl.rsqrt(tl.sum(x * x, 1) / num_cols + eps)
+        y = x * rstd[:, None]
+        if weight_ptr is not None:  # loaded late: held over the sum, it would cost a fourth of the rows in flight
+            y = y * _parameter(weight_ptr, cols, num_cols, weight_offset)
 
-    tl.store(y_ptr + rows[:, None] * num_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
+        if total_ptr is not None:
+            tl.store(total_ptr + rows[:, None] * num_cols + cols[None, :], x.to(total_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptr + rows[:, None] * num_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
 
 
 @triton.jit
 def _fwd_wide_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, rstd_ptr, num_rows, num_cols, x_stride, residual_stride, eps, weight_offset,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, num_rows, num_cols, x_stride, residual_stride, eps, weight_offset,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    squares = tl.zeros([BLOCK_N], tl.float32)
-    for start in range(0, num_cols, BLOCK_N):
+    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    squares = tl.zeros([1, BLOCK_N], tl.float32)
+    for start in tl.range(0, num_cols, BLOCK_N, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_N)
-        mask = cols < num_cols
-        x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:
-            x += tl.load(residual_ptr + row * residual_stride + cols, mask=mask, other=0.0).to(tl.float32)
-            total = x.to(sum_ptr.dtype.element_ty)
-            tl.store(sum_ptr + row * num_cols + cols, total, mask=mask)
-            x = total.to(tl.float32)
+        mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+        x = _summed(x_ptr, residual_ptr, total_ptr, rows, cols, mask, x_stride, residual_stride)
+        if total_ptr is not None:
+            tl.store(total_ptr + rows[:, None] * num_cols + cols[None, :], x.to(total_ptr.dtype.element_ty), mask=mask)
         squares += x * x
-    rstd = tl.rsqrt(tl.sum(squares, 0) / num_cols + eps)
-    tl.store(rstd_ptr + row, rstd)
-    for start in range(0, num_cols, BLOCK_N):
+    rstd = tl.rsqrt(tl.sum(squares, 1) / num_cols + eps)
+    tl.store(rstd_ptr + rows, rstd)
+    for start in tl.range(0, num_cols, BLOCK_N, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_N)
-        mask = cols < num_cols
-        x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:  # computed again rather than read back: a thread may not read what another one stored
-            x += tl.load(residual_ptr + row * residual_stride + cols, mask=mask, other=0.0).to(tl.float32)
-            x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)
-        y = x * rstd
-        if HAS_WEIGHT:
-            y *= tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32) + weight_offset
-        tl.store(y_ptr + row * num_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+        mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+        # Computed again rather than read back: a thread may not read what another one stored.
+        x = _summed(x_ptr, residual_ptr, total_ptr, rows, cols, mask, x_stride, residual_stride)
+        y = x * rstd[:, None]
+        if weight_ptr is not None:
+            y = y * _parameter(weight_ptr, cols, num_cols, weight_offset)
+        tl.store(y_ptr + rows[:, None] * num_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _bwd_kernel(
-    dy_ptr, dsum_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, num_rows, num_cols, dy_stride, dsum_stride, x_stride, weight_offset,
-    HAS_DSUM: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dy_ptr, dsum_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dw_ptr, num_rows, num_cols, dy_stride, dsum_stride, x_stride, weight_offset,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
     cols = tl.arange(0, BLOCK_N)
-    if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32) + weight_offset
+    if weight_ptr is not None:
+        weight = _parameter(weight_ptr, cols, num_cols, weight_offset)
     dw = tl.zeros([BLOCK_N], tl.float32)
-    for tile in range(pid, tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
 
         x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         g = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
+        if dsum_ptr is not None:
+            dsum = tl.load(dsum_ptr + rows[:, None] * dsum_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)
 
-        xhat = x * rstd
-        if NEED_DW:
+        xhat = x * rstd[:, None]
+        if dw_ptr is not None:
             dw += tl.sum(g * xhat, 0)
-        if NEED_DX:
-            if HAS_WEIGHT:
-                g = g * weight[None, :]
-            dx = (g - xhat * (tl.sum(g * xhat, 1) / num_cols)[:, None]) * rstd
-            if HAS_DSUM:
-                dx += tl.load(dsum_ptr + rows[:, None] * dsum_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if dx_ptr is not None:
+            if weight_ptr is not None:
+                g = g * weight
+            dx = rms_norm_gradient(g, xhat, rstd, tl.sum(g * xhat, 1) / num_cols)
+            if dsum_ptr is not None:
+                dx += dsum
             tl.store(dx_ptr + rows[:, None] * num_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    if NEED_DW:
-        tl.store(partial_ptr + pid.to(tl.int64) * num_cols + cols, dw, mask=cols < num_cols)
+    if dw_ptr is not None:
+        tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * num_cols + cols, dw, mask=cols < num_cols)
 
 
 @triton.jit
 def _bwd_wide_kernel(
-    dy_ptr, dsum_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, num_rows, num_cols, dy_stride, dsum_stride, x_stride, weight_offset,
-    HAS_DSUM: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dy_ptr, dsum_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, num_rows, num_cols, dy_stride, dsum_stride, x_stride, weight_offset,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)
-    for row32 in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        row = tl.cast(row32, tl.int64)
-        rstd = tl.load(rstd_ptr + row)
-        dots = tl.zeros([BLOCK_N], tl.float32)
-        for start in range(0, num_cols, BLOCK_N):
-            cols = start + tl.arange(0, BLOCK_N)
-            mask = cols < num_cols
-            xhat = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32) * rstd
-            g = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
-            if NEED_DW:  # the program's own partial row, each column always by the same thread
-                partial = tl.load(partial_ptr + pid * num_cols + cols, mask=mask, other=0.0)
-                tl.store(partial_ptr + pid * num_cols + cols, partial + g * xhat, mask=mask)
-            if HAS_WEIGHT:
-                g *= tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32) + weight_offset
-            dots += g * xhat
-        mean = tl.sum(dots, 0) / num_cols
-        if NEED_DX:
-            for start in range(0, num_cols, BLOCK_N):
-                cols = start + tl.arange(0, BLOCK_N)
-                mask = cols < num_cols
-                xhat = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32) * rstd
-                g = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
-                if HAS_WEIGHT:
-                    g *= tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32) + weight_offset
-                dx = (g - xhat * mean) * rstd
-                if HAS_DSUM:
-                    dx += tl.load(dsum_ptr + row * dsum_stride + cols, mask=mask, other=0.0).to(tl.float32)
-                tl.store(dx_ptr + row * num_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    rstd = tl.load(rstd_ptr + rows)
+    dots = tl.zeros([1, BLOCK_N], tl.float32)
+    for start in tl.range(0, num_cols, BLOCK_N, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if weight_ptr is not None:
+            g = g * _parameter(weight_ptr, cols, num_cols, weight_offset)
+        dots += g * x * rstd[:, None]
+    dot_mean = tl.sum(dots, 1) / num_cols
+    for start in tl.range(0, num_cols, BLOCK_N, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if weight_ptr is not None:
+            g = g * _parameter(weight_ptr, cols, num_cols, weight_offset)
+        dx = rms_norm_gradient(g, x * rstd[:, None], rstd, dot_mean)
+        if dsum_ptr is not None:
+            dx += tl.load(dsum_ptr + rows[:, None] * dsum_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + rows[:, None] * num_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bwd_columns_kernel(
+    dy_ptr, x_ptr, rstd_ptr, dw_ptr, num_rows, num_cols, dy_stride, x_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dw = tl.zeros([BLOCK_N], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
+        rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+
+        x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)
+
+        dw += tl.sum(g * (x * rstd[:, None]), 0)
+    tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * num_cols + cols, dw, mask=cols < num_cols)
+
+
+@triton.jit
+def _sum_partials_kernel(partial_ptr, sum_ptr, num_partials, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, num_partials, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        mask = (rows < num_partials)[:, None] & (cols < num_cols)[None, :]
+        sums += tl.load(partial_ptr + rows[:, None].to(tl.int64) * num_cols + cols[None, :], mask=mask, other=0.0)
+    tl.store(sum_ptr + cols, tl.sum(sums, 0).to(sum_ptr.dtype.element_ty), mask=cols < num_cols)
 
 
 def launch_fwd(
@@ -177,34 +238,51 @@ def launch_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, sum (empty without a residual) and rstd [rows]."""
     y = torch.empty(x.shape, dtype=DTYPE_OF[p.out], device=x.device)
-    total = x.new_empty(0) if residual is None else torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
+    total = None if residual is None else torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
     rstd = torch.empty(p.rows, dtype=torch.float32, device=x.device)
     x_MN = as_rows(x)
-    residual_MN = x_MN if residual is None else as_rows(residual)
-    kernel = _fwd_kernel if p.cols <= WIDEST else _fwd_wide_kernel
+    residual_MN = None if residual is None else as_rows(residual)
+    wide = _is_wide(p, "fwd")
     launch(
-        kernel, (triton.cdiv(p.rows, config.block_m),), x_MN, residual_MN, x_MN if weight is None else weight.contiguous(), y, total, rstd,
-        p.rows, p.cols, x_MN.stride(0), residual_MN.stride(0), p.eps, p.weight_offset,
-        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
+        _fwd_wide_kernel if wide else _fwd_kernel, (p.rows if wide else config.num_programs,),
+        x_MN, residual_MN, None if weight is None else weight.contiguous(), y, total, rstd,
+        p.rows, p.cols, x_MN.stride(0), 0 if residual_MN is None else residual_MN.stride(0), p.eps, p.weight_offset,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
-    return y, total, rstd
+    return y, absent(x) if total is None else total, rstd
 
 
 def launch_bwd(
-    p: RmsNormProblem, config: Config, dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor
+    p: RmsNormProblem,
+    config: Config,
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx and dweight (empty where not needed)."""
-    need_dw = weight is not None and p.need_dw
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if p.need_dx else x.new_empty(0)
-    make = torch.zeros if p.cols > WIDEST else torch.empty
-    partial = make((config.num_programs, p.cols), dtype=torch.float32, device=x.device) if need_dw else x.new_empty(0)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if p.need_dx else None
+    dw = torch.empty(p.cols, dtype=weight.dtype, device=x.device) if weight is not None and p.need_dw else None
+    partial = None if dw is None else torch.empty((config.num_programs, p.cols), dtype=torch.float32, device=x.device)
     x_MN, dy_MN = as_rows(x), as_rows(dy)
-    dsum_MN = dy_MN if dsum is None else as_rows(dsum)
-    kernel = _bwd_kernel if p.cols <= WIDEST else _bwd_wide_kernel
-    launch(
-        kernel, (config.num_programs if p.cols else 0,), dy_MN, dsum_MN, x_MN, x_MN if weight is None else weight.contiguous(), rstd, dx, partial,
-        p.rows, p.cols, dy_MN.stride(0), dsum_MN.stride(0), x_MN.stride(0), p.weight_offset,
-        HAS_DSUM=dsum is not None, HAS_WEIGHT=weight is not None, NEED_DX=p.need_dx, NEED_DW=need_dw,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
-    )  # fmt: skip
-    return dx, partial.sum(0).to(weight.dtype) if need_dw and weight is not None else x.new_empty(0)
+    dsum_MN = None if dsum is None else as_rows(dsum)
+    inputs = dy_MN, dsum_MN, x_MN, None if weight is None else weight.contiguous(), rstd
+    scalars = p.rows, p.cols, dy_MN.stride(0), 0 if dsum_MN is None else dsum_MN.stride(0), x_MN.stride(0), p.weight_offset
+    options = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.num_stages, "num_warps": config.num_warps}
+    if not _is_wide(p, "bwd"):
+        launch(_bwd_kernel, (config.num_programs,), *inputs, dx, partial, *scalars, **options)
+    else:
+        if dx is not None:
+            launch(_bwd_wide_kernel, (p.rows,), *inputs, dx, *scalars, **options)
+        if partial is not None:
+            launch(
+                _bwd_columns_kernel, (config.num_programs, triton.cdiv(p.cols, COLUMNS_N)), dy_MN, x_MN, rstd, partial,
+                p.rows, p.cols, dy_MN.stride(0), x_MN.stride(0), BLOCK_M=COLUMNS_M, BLOCK_N=COLUMNS_N, num_warps=4,
+            )  # fmt: skip
+    if partial is not None:
+        launch(
+            _sum_partials_kernel, (triton.cdiv(p.cols, SUM_N),), partial, dw, config.num_programs, p.cols,
+            BLOCK_M=SUM_M, BLOCK_N=SUM_N, num_warps=8,
+        )  # fmt: skip
+    return absent(x) if dx is None else dx, absent(x) if dw is None else dw

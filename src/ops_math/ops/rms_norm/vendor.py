@@ -28,14 +28,22 @@ def supports(p: RmsNormProblem, device: Device, phase: str) -> str | None:
     return None
 
 
-def launch_fwd(p: RmsNormProblem, config: None, x: torch.Tensor, residual: None, weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def launch_fwd(
+    p: RmsNormProblem, config: None, x: torch.Tensor, residual: None, weight: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, an empty sum, rstd [rows]."""
     y, rstd = features.aten("_fused_rms_norm")(x.contiguous(), [p.cols], weight, p.eps)
     return y, x.new_empty(0), rstd.reshape(-1)
 
 
 def launch_bwd(
-    p: RmsNormProblem, config: None, dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor
+    p: RmsNormProblem,
+    config: None,
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx, plus dsum in a second pass, and dweight."""
     mask = [p.need_dx, weight is not None and p.need_dw]

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
-from ops_math.dispatch import define, needs_grad, store_dtype
+from ops_math.dispatch import apply, define, needs_grad, store_dtype
 from ops_math.ops.softmax import plain
 from ops_math.ops.softmax.problem import SoftmaxProblem
 from ops_math.spec import dtype_name as name_of
@@ -62,7 +62,7 @@ class _Softmax(torch.autograd.Function):
 
 
 def _last(x: torch.Tensor, out: torch.dtype) -> torch.Tensor:
-    return _Softmax.apply(x, out) if needs_grad(x) else OP.fwd(x, out)
+    return apply(_Softmax, x, out) if needs_grad(x) else OP.fwd(x, out)
 
 
 def softmax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:

@@ -1,0 +1,442 @@
+"""Triton kernels for NVIDIA and AMD GPUs.
+
+A row lies in registers when it fits; wider rows are walked in blocks. Programs of the backward are persistent: each owns tiles
+p, p + P, ... and one fp32 row of partial sums for each parameter, which a second kernel adds in a fixed order, without atomics.
+A pointer that is None stands for a tensor that is absent, and compiles to nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ops_math.backends.launch import launch
+from ops_math.dispatch import absent
+from ops_math.layout import as_rows
+from ops_math.ops._tiles.philox import keep_tile
+from ops_math.ops._tiles.rows import layer_norm_gradient, merged_moments, moments
+from ops_math.ops.layer_norm.problem import LayerNormProblem, total_dtype
+from ops_math.rng import threshold
+from ops_math.spec import DTYPE_OF, Device
+
+WIDEST = {"fwd": 16384, "bwd": 8192}  # columns held in registers; the backward holds two to three sums a column besides the row
+WIDE_BLOCK = 4096
+COLUMNS_M, COLUMNS_N = 16, 256  # tile of the sums over rows of wide problems
+SUM_M, SUM_N = 128, 32  # tile of the sum of partials
+
+
+class Config(NamedTuple):
+    """Rows a tile, columns a tile, warps, programs, rows loaded ahead (1: none)."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_programs: int
+    num_stages: int
+
+
+def supports(p: LayerNormProblem, device: Device, phase: str) -> str | None:
+    """fp64 has no kernel; everything else does."""
+    if "fp64" in (p.x, p.residual, p.weight, p.bias, p.x_bias, p.out, p.dsum):
+        return "has no fp64 kernel"
+    return None
+
+
+def _is_wide(p: LayerNormProblem, phase: str) -> bool:
+    """Whether a row does not fit in registers; the mask's generator, or an address for each value, takes half of them."""
+    return p.cols > WIDEST[phase] // (2 if p.dropout_p or p.x_bias or p.cols % 16 else 1)
+
+
+def configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
+    """The legal configurations, best guess first."""
+    if _is_wide(p, phase):
+        return _wide_configs(p, device)
+    lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
+    block_n = triton.next_power_of_2(max(p.cols, 4 if p.dropout_p else 1))  # a tile of the mask has four columns at least
+    # Values a tile, values a thread, stages; the forward starts one program for each tile unless it loads ahead.
+    if phase == "fwd":
+        wishes = ((2048, 16, 1), (4096, 16, 1), (2048, 32, 1), (2048, 8, 1), (2048, 16, 2))
+    elif p.dropout_p or p.x_bias:
+        wishes = ((4096, 8, 2), (4096, 8, 1), (2048, 8, 2), (4096, 16, 2), (2048, 8, 1))
+    else:
+        wishes = ((4096, 16, 2), (4096, 16, 3), (4096, 8, 2), (4096, 16, 1), (2048, 16, 2), (8192, 16, 2))
+    found: list[Config] = []
+    for tile, values, num_stages in wishes:
+        block_m = max(1, min(tile // block_n, 16))
+        num_warps = min(max(block_m * block_n // (values * lanes), 1), most_warps)
+        tiles = max(-(-p.rows // block_m), 1)
+        per_core = max((32 if phase == "fwd" else 16) // num_warps, 1)  # as many as the registers hold
+        persistent = phase == "bwd" or num_stages > 1
+        config = Config(block_m, block_n, num_warps, min(tiles, device.num_cores * per_core) if persistent else tiles, num_stages)
+        if config not in found and block_m * block_n <= 32 * num_warps * lanes and (device.kind != "hip" or num_stages == 1):
+            found.append(config)
+    return tuple(found)
+
+
+def _wide_configs(p: LayerNormProblem, device: Device) -> tuple[Config, ...]:
+    """One row a program; the sums over rows are cut so that there are about four programs a core."""
+    cuts = 4 * device.num_cores // max(p.cols // COLUMNS_N, 1)
+    num_programs = max(min(cuts, -(-p.rows // COLUMNS_M)), 1)
+    return tuple(Config(1, WIDE_BLOCK, num_warps, num_programs, 1) for num_warps in (8, 16, 4))
+
+
+@triton.jit
+def _parameter(ptr, cols, num_cols):
+    """A parameter [1, BLOCK_N] in fp32."""
+    return tl.load(ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _drop(x, state_ptr, rows, first_col, threshold, scale, BLOCK_N: tl.constexpr):
+    """x scaled where the mask keeps, 0 elsewhere."""
+    seed, offset, first_row = tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2)
+    return tl.where(keep_tile(seed, offset, rows + first_row, 0, first_col, threshold, BLOCK_N), x * scale, 0.0)
+
+
+@triton.jit
+def _summed(
+    x_ptr, residual_ptr, x_bias_ptr, state_ptr, total_ptr, rows, first_col, mask, num_cols, x_stride, residual_stride, threshold, scale,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """What is normalised, zero where masked: x, or dropout(x + x_bias) + residual as it is rounded when stored."""
+    cols = first_col + tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if x_bias_ptr is not None:
+            x += _parameter(x_bias_ptr, cols, num_cols)
+        if state_ptr is not None:
+            x = _drop(x, state_ptr, rows, first_col, threshold, scale, BLOCK_N)
+        x = (x + residual).to(total_ptr.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _fwd_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, x_bias_ptr, state_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr,
+    num_rows, num_cols, x_stride, residual_stride, eps, threshold, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+
+        x = _summed(
+            x_ptr, residual_ptr, x_bias_ptr, state_ptr, total_ptr, rows, 0, mask, num_cols, x_stride, residual_stride, threshold, scale,
+            BLOCK_N,
+        )  # fmt: skip
+
+        centred, mean, variance = moments(x, cols < num_cols, num_cols)
+        rstd = tl.rsqrt(variance + eps)
+        y = centred * rstd[:, None]
+        if weight_ptr is not None:  # loaded late: held over the sums, the parameters would halve the rows in flight
+            y = y * _parameter(weight_ptr, cols, num_cols)
+        if bias_ptr is not None:
+            y = y + _parameter(bias_ptr, cols, num_cols)
+
+        if total_ptr is not None:
+            tl.store(total_ptr + rows[:, None] * num_cols + cols[None, :], x.to(total_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptr + rows[:, None] * num_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
+        tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
+
+
+@triton.jit
+def _fwd_wide_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, x_bias_ptr, state_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr,
+    num_rows, num_cols, x_stride, residual_stride, eps, threshold, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    count, mean, squares = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
+    for start in tl.range(0, num_cols, BLOCK_N, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+        x = _summed(
+            x_ptr, residual_ptr, x_bias_ptr, state_ptr, total_ptr, rows, start, mask, num_cols, x_stride, residual_stride, threshold,
+            scale, BLOCK_N,
+        )  # fmt: skip
+        if total_ptr is not None:
+            tl.store(total_ptr + rows[:, None] * num_cols + cols[None, :], x.to(total_ptr.dtype.element_ty), mask=mask)
+        width = tl.minimum(num_cols - start, BLOCK_N)
+        _, block_mean, block_variance = moments(x, cols < num_cols, width)
+        count, mean, squares = merged_moments(count, mean, squares, width, block_mean, block_variance * width)
+    rstd = tl.rsqrt(squares / num_cols + eps)
+    tl.store(mean_ptr + rows, mean)
+    tl.store(rstd_ptr + rows, rstd)
+    for start in tl.range(0, num_cols, BLOCK_N, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+        # Computed again rather than read back: a thread may not read what another one stored.
+        x = _summed(
+            x_ptr, residual_ptr, x_bias_ptr, state_ptr, total_ptr, rows, start, mask, num_cols, x_stride, residual_stride, threshold,
+            scale, BLOCK_N,
+        )  # fmt: skip
+        y = (x - mean[:, None]) * rstd[:, None]
+        if weight_ptr is not None:
+            y = y * _parameter(weight_ptr, cols, num_cols)
+        if bias_ptr is not None:
+            y = y + _parameter(bias_ptr, cols, num_cols)
+        tl.store(y_ptr + rows[:, None] * num_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bwd_kernel(
+    dy_ptr, dsum_ptr, total_ptr, weight_ptr, mean_ptr, rstd_ptr, state_ptr, dtotal_ptr, dx_ptr, dw_ptr, db_ptr, dx_bias_ptr,
+    num_rows, num_cols, dy_stride, dsum_stride, total_stride, threshold, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, BLOCK_N)
+    if weight_ptr is not None:
+        weight = _parameter(weight_ptr, cols, num_cols)
+    dw, db, dx_bias = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+
+        total = tl.load(total_ptr + rows[:, None] * total_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if dsum_ptr is not None:
+            dsum = tl.load(dsum_ptr + rows[:, None] * dsum_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)
+
+        xhat = (total - mean[:, None]) * rstd[:, None]
+        if dw_ptr is not None:
+            dw += tl.sum(g * xhat, 0)
+        if db_ptr is not None:
+            db += tl.sum(g, 0)
+        if dtotal_ptr is not None or dx_ptr is not None or dx_bias_ptr is not None:
+            if weight_ptr is not None:
+                g = g * weight
+            dtotal = layer_norm_gradient(g, xhat, rstd, tl.sum(g, 1) / num_cols, tl.sum(g * xhat, 1) / num_cols)
+            if dsum_ptr is not None:
+                dtotal += dsum
+            if dtotal_ptr is not None:
+                tl.store(dtotal_ptr + rows[:, None] * num_cols + cols[None, :], dtotal.to(dtotal_ptr.dtype.element_ty), mask=mask)
+            if state_ptr is not None and (dx_ptr is not None or dx_bias_ptr is not None):
+                dtotal = _drop(dtotal, state_ptr, rows, 0, threshold, scale, BLOCK_N)
+            if dx_bias_ptr is not None:
+                dx_bias += tl.sum(dtotal, 0)
+            if dx_ptr is not None:
+                tl.store(dx_ptr + rows[:, None] * num_cols + cols[None, :], dtotal.to(dx_ptr.dtype.element_ty), mask=mask)
+    place = tl.program_id(0).to(tl.int64) * num_cols + cols
+    if dw_ptr is not None:
+        tl.store(dw_ptr + place, dw, mask=cols < num_cols)
+    if db_ptr is not None:
+        tl.store(db_ptr + place, db, mask=cols < num_cols)
+    if dx_bias_ptr is not None:
+        tl.store(dx_bias_ptr + place, dx_bias, mask=cols < num_cols)
+
+
+@triton.jit
+def _bwd_wide_kernel(
+    dy_ptr, dsum_ptr, total_ptr, weight_ptr, mean_ptr, rstd_ptr, state_ptr, dtotal_ptr, dx_ptr, means_ptr,
+    num_rows, num_cols, dy_stride, dsum_stride, total_stride, threshold, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    mean, rstd = tl.load(mean_ptr + rows), tl.load(rstd_ptr + rows)
+    gs, dots = tl.zeros([1, BLOCK_N], tl.float32), tl.zeros([1, BLOCK_N], tl.float32)
+    for start in tl.range(0, num_cols, BLOCK_N, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+        total = tl.load(total_ptr + rows[:, None] * total_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if weight_ptr is not None:
+            g = g * _parameter(weight_ptr, cols, num_cols)
+        gs += g
+        dots += g * (total - mean[:, None]) * rstd[:, None]
+    g_mean, dot_mean = tl.sum(gs, 1) / num_cols, tl.sum(dots, 1) / num_cols
+    tl.store(means_ptr + 2 * rows, g_mean)
+    tl.store(means_ptr + 2 * rows + 1, dot_mean)
+    for start in tl.range(0, num_cols, BLOCK_N, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+        total = tl.load(total_ptr + rows[:, None] * total_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if weight_ptr is not None:
+            g = g * _parameter(weight_ptr, cols, num_cols)
+        dtotal = layer_norm_gradient(g, (total - mean[:, None]) * rstd[:, None], rstd, g_mean, dot_mean)
+        if dsum_ptr is not None:
+            dtotal += tl.load(dsum_ptr + rows[:, None] * dsum_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if dtotal_ptr is not None:
+            tl.store(dtotal_ptr + rows[:, None] * num_cols + cols[None, :], dtotal.to(dtotal_ptr.dtype.element_ty), mask=mask)
+        if dx_ptr is not None:
+            if state_ptr is not None:
+                dtotal = _drop(dtotal, state_ptr, rows, start, threshold, scale, BLOCK_N)
+            tl.store(dx_ptr + rows[:, None] * num_cols + cols[None, :], dtotal.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bwd_columns_kernel(
+    dy_ptr, dsum_ptr, total_ptr, weight_ptr, mean_ptr, rstd_ptr, state_ptr, means_ptr, dw_ptr, db_ptr, dx_bias_ptr,
+    num_rows, num_cols, dy_stride, dsum_stride, total_stride, threshold, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    first_col = tl.program_id(1) * BLOCK_N
+    cols = first_col + tl.arange(0, BLOCK_N)
+    if weight_ptr is not None:
+        weight = _parameter(weight_ptr, cols, num_cols)
+    dw, db, dx_bias = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
+        rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+
+        total = tl.load(total_ptr + rows[:, None] * total_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)
+
+        xhat = (total - mean[:, None]) * rstd[:, None]
+        if dw_ptr is not None:
+            dw += tl.sum(g * xhat, 0)
+        if db_ptr is not None:
+            db += tl.sum(g, 0)
+        if dx_bias_ptr is not None:
+            if weight_ptr is not None:
+                g = g * weight
+            g_mean = tl.load(means_ptr + 2 * rows, mask=rows < num_rows, other=0.0)
+            dot_mean = tl.load(means_ptr + 2 * rows + 1, mask=rows < num_rows, other=0.0)
+            dtotal = layer_norm_gradient(g, xhat, rstd, g_mean, dot_mean)
+            if dsum_ptr is not None:
+                dtotal += tl.load(dsum_ptr + rows[:, None] * dsum_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            if state_ptr is not None:
+                dtotal = _drop(dtotal, state_ptr, rows, first_col, threshold, scale, BLOCK_N)
+            dx_bias += tl.sum(dtotal, 0)
+    place = tl.program_id(0).to(tl.int64) * num_cols + cols
+    if dw_ptr is not None:
+        tl.store(dw_ptr + place, dw, mask=cols < num_cols)
+    if db_ptr is not None:
+        tl.store(db_ptr + place, db, mask=cols < num_cols)
+    if dx_bias_ptr is not None:
+        tl.store(dx_bias_ptr + place, dx_bias, mask=cols < num_cols)
+
+
+@triton.jit
+def _sum_rows(partial_ptr, sum_ptr, num_partials, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, num_partials, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        mask = (rows < num_partials)[:, None] & (cols < num_cols)[None, :]
+        sums += tl.load(partial_ptr + rows[:, None].to(tl.int64) * num_cols + cols[None, :], mask=mask, other=0.0)
+    tl.store(sum_ptr + cols, tl.sum(sums, 0).to(sum_ptr.dtype.element_ty), mask=cols < num_cols)
+
+
+@triton.jit
+def _sum_partials_kernel(
+    dw_partial_ptr, db_partial_ptr, dx_bias_partial_ptr, dw_ptr, db_ptr, dx_bias_ptr, num_partials, num_cols,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    which = tl.program_id(1)  # one parameter a program, so that the three sums run side by side
+    if dw_ptr is not None:
+        if which == 0:
+            _sum_rows(dw_partial_ptr, dw_ptr, num_partials, num_cols, BLOCK_M, BLOCK_N)
+    if db_ptr is not None:
+        if which == 1:
+            _sum_rows(db_partial_ptr, db_ptr, num_partials, num_cols, BLOCK_M, BLOCK_N)
+    if dx_bias_ptr is not None:
+        if which == 2:
+            _sum_rows(dx_bias_partial_ptr, dx_bias_ptr, num_partials, num_cols, BLOCK_M, BLOCK_N)
+
+
+def _contiguous(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else t.contiguous()
+
+
+def _mask_scalars(p: LayerNormProblem) -> tuple[int, float]:
+    return threshold(p.dropout_p), 1.0 / (1.0 - p.dropout_p)
+
+
+def launch_fwd(
+    p: LayerNormProblem,
+    config: Config,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    x_bias: torch.Tensor | None,
+    state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, sum (empty without a residual), mean [rows] and rstd [rows]."""
+    y = torch.empty(x.shape, dtype=DTYPE_OF[p.out], device=x.device)
+    total = None if residual is None else torch.empty(x.shape, dtype=total_dtype(p), device=x.device)
+    mean, rstd = (torch.empty(p.rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    x_MN = as_rows(x)
+    residual_MN = None if residual is None else as_rows(residual)
+    wide = _is_wide(p, "fwd")
+    launch(
+        _fwd_wide_kernel if wide else _fwd_kernel, (p.rows if wide else config.num_programs,),
+        x_MN, residual_MN, _contiguous(weight), _contiguous(bias), _contiguous(x_bias), state, y, total, mean, rstd,
+        p.rows, p.cols, x_MN.stride(0), 0 if residual_MN is None else residual_MN.stride(0), p.eps, *_mask_scalars(p),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, num_warps=config.num_warps,
+    )  # fmt: skip
+    return y, absent(x) if total is None else total, mean, rstd
+
+
+def launch_bwd(
+    p: LayerNormProblem,
+    config: Config,
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    total: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    state: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """dtotal, dx, dweight, dbias, dx_bias (empty where not needed)."""
+    dtotal = torch.empty(total.shape, dtype=total.dtype, device=total.device) if p.need_dtotal else None
+    dx = torch.empty(total.shape, dtype=DTYPE_OF[p.x], device=total.device) if p.need_dx else None
+    wanted = ((p.need_dw, p.weight), (p.need_db, p.bias), (p.need_dx_bias, p.x_bias))
+    sums = [torch.empty(p.cols, dtype=DTYPE_OF[name], device=total.device) if need else None for need, name in wanted]
+    partials = [
+        torch.empty((config.num_programs, p.cols), dtype=torch.float32, device=total.device) if need else None for need, _ in wanted
+    ]
+    total_MN, dy_MN = as_rows(total), as_rows(dy)
+    dsum_MN = None if dsum is None else as_rows(dsum)
+    weight = _contiguous(weight)
+    strides = dy_MN.stride(0), 0 if dsum_MN is None else dsum_MN.stride(0), total_MN.stride(0)
+    scalars = p.rows, p.cols, *strides, *_mask_scalars(p)
+    if _is_wide(p, "bwd"):
+        _launch_wide(p, config, (dy_MN, dsum_MN, total_MN, weight, mean, rstd, state), dtotal, dx, partials, scalars)
+    else:
+        launch(
+            _bwd_kernel, (config.num_programs,), dy_MN, dsum_MN, total_MN, weight, mean, rstd, state, dtotal, dx, *partials, *scalars,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, num_warps=config.num_warps,
+        )  # fmt: skip
+    if any(need for need, _ in wanted):
+        launch(
+            _sum_partials_kernel, (triton.cdiv(p.cols, SUM_N), 3), *partials, *sums, config.num_programs, p.cols,
+            BLOCK_M=SUM_M, BLOCK_N=SUM_N, num_warps=8,
+        )  # fmt: skip
+    dw, db, dx_bias = (absent(total) if t is None else t for t in sums)
+    return absent(total) if dtotal is None else dtotal, absent(total) if dx is None else dx, dw, db, dx_bias
+
+
+def _launch_wide(
+    p: LayerNormProblem,
+    config: Config,
+    inputs: tuple[torch.Tensor | None, ...],
+    dtotal: torch.Tensor | None,
+    dx: torch.Tensor | None,
+    partials: list[torch.Tensor | None],
+    scalars: tuple[Any, ...],
+) -> None:
+    """Rows first, then the sums over rows, which read the rows' means where they need them."""
+    means = torch.empty((p.rows, 2), dtype=torch.float32, device=inputs[2].device)  # type: ignore[union-attr]
+    if dtotal is not None or dx is not None or p.need_dx_bias:
+        launch(
+            _bwd_wide_kernel, (p.rows,), *inputs, dtotal, dx, means, *scalars,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, num_warps=config.num_warps,
+        )  # fmt: skip
+    if any(t is not None for t in partials):
+        launch(
+            _bwd_columns_kernel, (config.num_programs, triton.cdiv(p.cols, COLUMNS_N)), *inputs, means, *partials, *scalars,
+            BLOCK_M=COLUMNS_M, BLOCK_N=COLUMNS_N, num_warps=4,
+        )  # fmt: skip
