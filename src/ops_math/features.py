@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-import hashlib
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,11 @@ def tag_compile_cache(name: str, folder: Path) -> None:
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())
     config.cache_key_tag = f"{config.cache_key_tag}{name}-{digest.hexdigest()};"
+
+
+def copies_together(device: torch.device) -> bool:
+    """Whether many tensors can be cast in one launch. Not while tracing, where the compiler does it better."""
+    return device.type == "cuda" and hasattr(torch, "_foreach_copy_") and not torch.compiler.is_compiling()
 
 
 @lru_cache(maxsize=64)

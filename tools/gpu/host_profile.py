@@ -17,7 +17,7 @@ from benchmarks.steps import SETUPS, Runner
 
 
 def main() -> None:
-    """Print medians [ms] of queueing each part with an idle device, then the profile of five steps."""
+    """Print medians [ms] of queueing each part with an idle device, then the profile of five forwards."""
     name, variant = sys.argv[1], sys.argv[2]
     batch, seq, dtype, autocast = SETUPS[name]
     runner = Runner(name, variant, batch, seq, dtype, autocast, "cuda")
@@ -44,11 +44,14 @@ def main() -> None:
         "queue ms: forward {:.1f} backward {:.1f} optimizer {:.1f} then wait {:.1f}".format(*tuple(statistics.median(p) for p in parts)),
     )
     profile = cProfile.Profile()
-    profile.enable()
     for _ in range(5):
-        runner.step()
-    profile.disable()
-    pstats.Stats(profile).sort_stats("tottime").print_stats(22)
+        torch.cuda.synchronize()
+        profile.enable()
+        loss = runner.loss()
+        profile.disable()
+        loss.backward()
+        runner.optimizer.zero_grad(set_to_none=True)
+    pstats.Stats(profile).sort_stats("tottime").print_stats(24)
 
 
 if __name__ == "__main__":

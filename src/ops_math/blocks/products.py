@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from ops_math import features
 from ops_math.dispatch import apply, needs_grad, store_dtype
 from ops_math.ops.dropout.op import OP as DROPOUT
 from ops_math.ops.glu.op import OP as GLU
@@ -30,21 +31,35 @@ def _as(t: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return t if dtype is None or t.dtype == dtype else t.to(dtype)
 
 
-def _as_optional(t: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
-    return None if t is None else _as(t, dtype)
+def _cast(affines: tuple[torch.Tensor | None, ...], dtype: torch.dtype | None) -> tuple[Any, ...]:
+    """Weights and biases in the products' dtype: under autocast one buffer and one launch for all of them, kept for the backward."""
+    narrow = [t for t in affines if t is not None and dtype is not None and t.dtype != dtype]
+    if len(narrow) < 2 or not features.copies_together(narrow[0].device):
+        return tuple(None if t is None else _as(t, dtype) for t in affines)
+    made = narrow[0].new_empty(sum(t.numel() for t in narrow), dtype=dtype).split([t.numel() for t in narrow])
+    views = [part.view(t.shape) for part, t in zip(made, narrow, strict=True)]
+    torch._foreach_copy_(views, narrow)
+    fresh = iter(views)
+    return tuple(next(fresh) if t is not None and t.dtype != dtype else t for t in affines)
 
 
 def _rows(t: torch.Tensor) -> torch.Tensor:
     return t.reshape(-1, t.shape[-1])
 
 
-def _weight_grad(dy_MN: torch.Tensor, x_MK: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return (dy_MN.t() @ x_MK).to(weight.dtype)
+def _weight_grad(dy_MN: torch.Tensor, x_MK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """dy^T x; an fp32 weight's gradient comes out of the product in fp32, unrounded, where the device can."""
+    if dtype == torch.float32 != dy_MN.dtype and not torch.compiler.is_compiling() and features.widens("mm", dy_MN.device):
+        return features.aten("mm", "dtype")(dy_MN.t(), x_MK, dtype)  # type: ignore[no-any-return]
+    return (dy_MN.t() @ x_MK).to(dtype)
 
 
-def _bias_grad(dy_MN: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    wide = torch.promote_types(bias.dtype, torch.float32)
-    return dy_MN.sum(0, dtype=wide).to(bias.dtype)
+def _bias_grad(dy_MN: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return dy_MN.sum(0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+
+
+def _dtypes(affines: tuple[torch.Tensor | None, ...]) -> tuple[Any, ...]:
+    return tuple(None if t is None else t.dtype for t in affines)
 
 
 class _Products(torch.autograd.Function):
@@ -52,27 +67,24 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype | None, *affines: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        wide = _as(x, dtype)
-        ctx.save_for_backward(wide, *affines)
-        ctx.dtype, ctx.x_dtype = dtype, x.dtype
-        pairs = zip(affines[::2], affines[1::2], strict=True)
-        return tuple(F.linear(wide, _as(w, dtype), _as_optional(b, dtype)) for w, b in pairs)  # type: ignore[arg-type]
+        wide, cast = _as(x, dtype), _cast(affines, dtype)
+        ctx.save_for_backward(wide, *cast[::2])
+        ctx.dtypes, ctx.x_dtype = _dtypes(affines), x.dtype
+        return tuple(F.linear(wide, w, b) for w, b in zip(cast[::2], cast[1::2], strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
-        x, *affines = ctx.saved_tensors
+        x, *weights = ctx.saved_tensors
         x_MK = _rows(x)
         dx_MK = None
         grads: list[torch.Tensor | None] = []
-        for i, dy in enumerate(dys):
-            weight, bias = affines[2 * i : 2 * i + 2]
+        for i, (dy, weight) in enumerate(zip(dys, weights, strict=True)):
             dy_MN = _rows(dy)
-            grads.append(_weight_grad(dy_MN, x_MK, weight) if ctx.needs_input_grad[2 + 2 * i] else None)
-            grads.append(_bias_grad(dy_MN, bias) if ctx.needs_input_grad[3 + 2 * i] else None)
+            grads.append(_weight_grad(dy_MN, x_MK, ctx.dtypes[2 * i]) if ctx.needs_input_grad[2 + 2 * i] else None)
+            grads.append(_bias_grad(dy_MN, ctx.dtypes[2 * i + 1]) if ctx.needs_input_grad[3 + 2 * i] else None)
             if ctx.needs_input_grad[0]:
-                w = _as(weight, ctx.dtype)
-                dx_MK = dy_MN @ w if dx_MK is None else dx_MK.addmm_(dy_MN, w)
+                dx_MK = dy_MN @ weight if dx_MK is None else dx_MK.addmm_(dy_MN, weight)
         dx = None if dx_MK is None else dx_MK.view(x.shape).to(ctx.x_dtype)
         return dx, None, *grads
 
@@ -93,33 +105,33 @@ class _GatedMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype | None, activation: str, *affines: torch.Tensor | None) -> torch.Tensor:
-        wg, bg, wu, bu, wd, bd = affines
         wide = _as(x, dtype)
-        gate = F.linear(wide, _as(wg, dtype), _as_optional(bg, dtype))  # type: ignore[arg-type]
-        up = F.linear(wide, _as(wu, dtype), _as_optional(bu, dtype))  # type: ignore[arg-type]
+        wg, bg, wu, bu, wd, bd = _cast(affines, dtype)
+        gate, up = F.linear(wide, wg, bg), F.linear(wide, wu, bu)
         keep = x.device.type == "cpu"
         act, kept = GLU.fwd(gate, up, activation, "", keep, gate.dtype)
-        ctx.save_for_backward(wide, gate, up, kept if keep else None, *affines)
-        ctx.dtype, ctx.x_dtype, ctx.activation = dtype, x.dtype, activation
-        return F.linear(act, _as(wd, dtype), _as_optional(bd, dtype))  # type: ignore[arg-type]
+        ctx.save_for_backward(wide, gate, up, kept if keep else None, wg, wu, wd)
+        ctx.dtypes, ctx.x_dtype, ctx.activation = _dtypes(affines), x.dtype, activation
+        return F.linear(act, wd, bd)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, gate, up, kept, wg, bg, wu, bu, wd, bd = ctx.saved_tensors
+        x, gate, up, kept, wg, wu, wd = ctx.saved_tensors
         need_x, _, _, need_wg, need_bg, need_wu, need_bu, need_wd, need_bd = ctx.needs_input_grad
+        dtypes = ctx.dtypes
         x_MK, dy_MN = _rows(x), _rows(dy)
-        dact = (dy_MN @ _as(wd, ctx.dtype)).view(gate.shape)
+        dact = (dy_MN @ wd).view(gate.shape)
         dgate, dup, act = GLU.bwd(dact, gate, up, kept, ctx.activation, "", True, True, need_wd)
         del dact
         dgate, dup = _rows(dgate), _rows(dup)
-        dwd = _weight_grad(dy_MN, _rows(act), wd) if need_wd else None
-        dx = (dgate @ _as(wg, ctx.dtype)).addmm_(dup, _as(wu, ctx.dtype)).view(x.shape).to(ctx.x_dtype) if need_x else None
-        dwg = _weight_grad(dgate, x_MK, wg) if need_wg else None
-        dwu = _weight_grad(dup, x_MK, wu) if need_wu else None
-        dbg = _bias_grad(dgate, bg) if need_bg else None
-        dbu = _bias_grad(dup, bu) if need_bu else None
-        return dx, None, None, dwg, dbg, dwu, dbu, dwd, _bias_grad(dy_MN, bd) if need_bd else None
+        dwd = _weight_grad(dy_MN, _rows(act), dtypes[4]) if need_wd else None
+        dx = (dgate @ wg).addmm_(dup, wu).view(x.shape).to(ctx.x_dtype) if need_x else None
+        dwg = _weight_grad(dgate, x_MK, dtypes[0]) if need_wg else None
+        dwu = _weight_grad(dup, x_MK, dtypes[2]) if need_wu else None
+        dbg = _bias_grad(dgate, dtypes[1]) if need_bg else None
+        dbu = _bias_grad(dup, dtypes[3]) if need_bu else None
+        return dx, None, None, dwg, dbg, dwu, dbu, dwd, _bias_grad(dy_MN, dtypes[5]) if need_bd else None
 
 
 def gated_mlp(x: torch.Tensor, gate: Affine, up: Affine, down: Affine, activation: str) -> torch.Tensor:
@@ -148,29 +160,29 @@ class _GeluMlp(torch.autograd.Function):
         p: float,
         *affines: torch.Tensor | None,
     ) -> torch.Tensor:
-        w1, b1, w2, b2 = affines
-        wide = _as(x, dtype)
-        h = F.linear(wide, _as(w1, dtype))  # type: ignore[arg-type]
-        ctx.save_for_backward(wide, h, state, *affines)
-        ctx.dtype, ctx.x_dtype, ctx.approximate, ctx.p = dtype, x.dtype, approximate, p
+        wide, b1 = _as(x, dtype), affines[1]  # gelu adds its bias in fp32, so that one stays as it is
+        w1, w2, b2 = _cast((affines[0], *affines[2:]), dtype)
+        h = F.linear(wide, w1)
+        ctx.save_for_backward(wide, h, state, w1, b1, w2)
+        ctx.dtypes, ctx.x_dtype, ctx.approximate, ctx.p = _dtypes(affines), x.dtype, approximate, p
         act = _dropped(GELU.fwd(h, b1, approximate, h.dtype), state, p)
-        return F.linear(act, _as(w2, dtype), _as_optional(b2, dtype))  # type: ignore[arg-type]
+        return F.linear(act, w2, b2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, h, state, w1, b1, w2, b2 = ctx.saved_tensors
+        x, h, state, w1, b1, w2 = ctx.saved_tensors
         need_x, _, _, _, _, need_w1, need_b1, need_w2, need_b2 = ctx.needs_input_grad
         x_MK, dy_MN = _rows(x), _rows(dy)
-        dact = (dy_MN @ _as(w2, ctx.dtype)).view(h.shape)
+        dact = (dy_MN @ w2).view(h.shape)
         dact = dact if state is None else DROPOUT.bwd(dact, state, ctx.p)
         dh, db1, act = GELU.bwd(dact, h, b1, ctx.approximate, True, need_b1, need_w2)
         del dact
         dh = _rows(dh)
-        dw2 = _weight_grad(dy_MN, _rows(_dropped(act, state, ctx.p)), w2) if need_w2 else None
-        dx = (dh @ _as(w1, ctx.dtype)).view(x.shape).to(ctx.x_dtype) if need_x else None
-        dw1 = _weight_grad(dh, x_MK, w1) if need_w1 else None
-        return dx, None, None, None, None, dw1, db1 if need_b1 else None, dw2, _bias_grad(dy_MN, b2) if need_b2 else None
+        dw2 = _weight_grad(dy_MN, _rows(_dropped(act, state, ctx.p)), ctx.dtypes[2]) if need_w2 else None
+        dx = (dh @ w1).view(x.shape).to(ctx.x_dtype) if need_x else None
+        dw1 = _weight_grad(dh, x_MK, ctx.dtypes[0]) if need_w1 else None
+        return dx, None, None, None, None, dw1, db1 if need_b1 else None, dw2, _bias_grad(dy_MN, ctx.dtypes[3]) if need_b2 else None
 
 
 def gelu_mlp(
