@@ -33,15 +33,14 @@ def tanh_tile(x):
 
 
 @triton.jit
-def softmax_step(x, factor, top, total, CAN_BE_EMPTY: tl.constexpr):
+def softmax_step(x, factor, top, total):
     """Take a tile of scores into a running softmax.
 
     x [M, N] scores, -inf where hidden; factor > 0 makes exponents of two of them. top [M] is the largest exponent so far, total [M]
     the sum of powers relative to it. Returns the tile's powers, what sums so far shrink by, and the new top and total.
-    CAN_BE_EMPTY: a row may have seen no key yet, and then -inf - -inf must not arise.
     """
     new_top = tl.maximum(top, tl.max(x, 1) * factor)
-    base = tl.where(new_top == float("-inf"), 0.0, new_top) if CAN_BE_EMPTY else new_top
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet: -inf - -inf must not arise
     e = tl.exp2(x * factor - base[:, None])
     shrink = tl.exp2(top - base)
     return e, shrink, new_top, total * shrink + tl.sum(e, 1)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops_math.backends.launch import launch
 from ops_math.ops.attention.problem import AttentionProblem, cost, gradients
@@ -22,12 +23,13 @@ MARGIN = 2048  # shared memory [B] left for barriers and for exchanging results 
 
 
 class Tile(NamedTuple):
-    """One kernel's configuration: queries and keys a tile, warps, stages of the software pipeline."""
+    """One kernel's configuration: queries and keys a tile, warps, stages of the software pipeline; tiles by tensor descriptors (TMA)."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    view: bool = False
 
 
 class Backward(NamedTuple):
@@ -37,22 +39,22 @@ class Backward(NamedTuple):
     dq: Tile
 
 
-# Best guess first. Keys: forward, dkdv, dq; then the padded head width. 16-bit on Hopper and newer, 16-bit elsewhere, fp32, AMD.
+# Best guess first. Keys: kernel and padded head width. Hopper and newer, older NVIDIA GPUs, AMD (all 16-bit), and fp32.
 HOPPER = {
-    ("fwd", 64): (Tile(128, 128, 4, 3), Tile(128, 128, 8, 3), Tile(128, 64, 4, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)),
-    ("fwd", 128): (Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(128, 64, 4, 2), Tile(128, 128, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 3)),
-    ("fwd", 256): (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(128, 32, 8, 3)),
-    ("dkdv", 64): (Tile(64, 128, 8, 3), Tile(64, 128, 4, 3), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 3)),
-    ("dkdv", 128): (Tile(64, 128, 8, 2), Tile(64, 128, 8, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3)),
-    ("dkdv", 256): (Tile(32, 64, 8, 2), Tile(64, 64, 8, 1), Tile(16, 64, 8, 2)),
-    ("dq", 64): (Tile(128, 64, 8, 3), Tile(128, 64, 4, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3), Tile(128, 64, 8, 2)),
-    ("dq", 128): (Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(128, 128, 8, 1), Tile(64, 64, 4, 2), Tile(64, 128, 4, 1)),
-    ("dq", 256): (Tile(64, 32, 8, 2), Tile(64, 64, 8, 1), Tile(64, 16, 8, 2)),
+    ("fwd", 64): (Tile(128, 128, 8, 3, True), Tile(128, 128, 4, 3, True), Tile(128, 64, 4, 3, True), Tile(64, 64, 4, 3, True), Tile(128, 128, 8, 2)),
+    ("fwd", 128): (Tile(128, 128, 8, 2, True), Tile(128, 128, 8, 3, True), Tile(128, 64, 8, 3, True), Tile(128, 64, 4, 2, True), Tile(128, 64, 8, 3)),
+    ("fwd", 256): (Tile(128, 64, 8, 2, True), Tile(64, 64, 4, 2, True), Tile(128, 32, 8, 3, True)),
+    ("dkdv", 64): (Tile(64, 128, 8, 3, True), Tile(64, 64, 4, 3, True), Tile(64, 128, 8, 2, True), Tile(128, 128, 8, 2, True), Tile(64, 64, 4, 2)),
+    ("dkdv", 128): (Tile(64, 128, 8, 2, True), Tile(64, 128, 8, 3, True), Tile(32, 128, 8, 3, True), Tile(64, 64, 4, 2, True), Tile(64, 128, 8, 2)),
+    ("dkdv", 256): (Tile(32, 64, 8, 2, True), Tile(64, 64, 8, 1, True), Tile(32, 64, 8, 1)),
+    ("dq", 64): (Tile(128, 64, 4, 3, True), Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 3, True), Tile(64, 64, 4, 3, True), Tile(128, 64, 8, 3)),
+    ("dq", 128): (Tile(128, 64, 8, 3, True), Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 2, True), Tile(64, 64, 4, 2, True), Tile(128, 64, 8, 2)),
+    ("dq", 256): (Tile(64, 32, 8, 2, True), Tile(64, 64, 8, 1, True), Tile(64, 32, 8, 1)),
 }  # fmt: skip
 AMPERE = {
     ("fwd", 64): (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)),
     ("fwd", 128): (Tile(128, 64, 8, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 2)),
-    ("fwd", 256): (Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
+    ("fwd", 256): (Tile(64, 32, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
     ("dkdv", 64): (Tile(64, 64, 4, 2), Tile(64, 128, 8, 2), Tile(32, 64, 4, 3)),
     ("dkdv", 128): (Tile(32, 64, 4, 2), Tile(64, 64, 8, 2), Tile(64, 128, 8, 1)),
     ("dkdv", 256): (Tile(32, 32, 8, 1), Tile(16, 32, 4, 1)),
@@ -60,7 +62,18 @@ AMPERE = {
     ("dq", 128): (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(128, 64, 8, 1)),
     ("dq", 256): (Tile(32, 32, 8, 1), Tile(32, 16, 4, 1)),
 }
-WIDE = {  # fp32
+CDNA = {
+    ("fwd", 64): (Tile(64, 64, 4, 1), Tile(128, 64, 4, 1), Tile(64, 32, 4, 1)),
+    ("fwd", 128): (Tile(64, 32, 4, 1), Tile(128, 32, 8, 1), Tile(128, 64, 8, 1)),
+    ("fwd", 256): (Tile(32, 32, 8, 1), Tile(64, 32, 8, 1)),
+    ("dkdv", 64): (Tile(32, 64, 4, 1), Tile(64, 64, 8, 1)),
+    ("dkdv", 128): (Tile(32, 64, 8, 1), Tile(32, 32, 4, 1)),
+    ("dkdv", 256): (Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
+    ("dq", 64): (Tile(64, 32, 4, 1), Tile(64, 64, 8, 1)),
+    ("dq", 128): (Tile(64, 32, 8, 1), Tile(32, 32, 4, 1)),
+    ("dq", 256): (Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
+}
+WIDE = {
     ("fwd", 64): (Tile(64, 32, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
     ("fwd", 128): (Tile(32, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 16, 8, 1)),
     ("fwd", 256): (Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
@@ -71,16 +84,17 @@ WIDE = {  # fp32
     ("dq", 128): (Tile(32, 16, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)),
     ("dq", 256): (Tile(16, 16, 8, 1),),
 }
-CDNA = {
-    ("fwd", 64): (Tile(128, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
-    ("fwd", 128): (Tile(64, 32, 4, 1), Tile(128, 32, 8, 1), Tile(128, 64, 8, 1)),
+# The kernels with masks and dropout need registers for those: smaller tiles, on every NVIDIA GPU.
+MASKED = {
+    ("fwd", 64): (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(128, 32, 4, 2)),
+    ("fwd", 128): (Tile(64, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
     ("fwd", 256): (Tile(32, 32, 8, 1), Tile(64, 32, 8, 1)),
-    ("dkdv", 64): (Tile(32, 64, 4, 1), Tile(64, 64, 8, 1)),
-    ("dkdv", 128): (Tile(32, 64, 8, 1), Tile(32, 32, 4, 1)),
-    ("dkdv", 256): (Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
-    ("dq", 64): (Tile(64, 32, 4, 1), Tile(64, 64, 8, 1)),
-    ("dq", 128): (Tile(64, 32, 8, 1), Tile(32, 32, 4, 1)),
-    ("dq", 256): (Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
+    ("dkdv", 64): (Tile(32, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)),
+    ("dkdv", 128): (Tile(32, 64, 8, 2), Tile(32, 128, 8, 2), Tile(32, 64, 8, 1)),
+    ("dkdv", 256): (Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
+    ("dq", 64): (Tile(64, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
+    ("dq", 128): (Tile(64, 32, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 1)),
+    ("dq", 256): (Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
 }
 INTERPRETER = {"fwd": Tile(32, 32, 4, 1), "dkdv": Tile(32, 32, 4, 1), "dq": Tile(32, 32, 4, 1)}
 # Rates [TFLOP/s] to expect of forward and backward on an H200 (770 TFLOP/s of products), 16-bit, head width above 64 and up to 64.
@@ -107,7 +121,7 @@ def _tiles(p: AttentionProblem, device: Device, kernel: str) -> tuple[Tile, ...]
         return (INTERPRETER[kernel],)
     width, item = max(64, _block_d(p)), ITEM_SIZE[p.dtype]
     hopper = device.kind == "cuda" and int(device.arch) >= 90
-    table = WIDE if p.dtype == "fp32" else CDNA if device.kind == "hip" else HOPPER if hopper else AMPERE
+    table = WIDE if p.dtype == "fp32" else CDNA if device.kind == "hip" else MASKED if _masked(p) else HOPPER if hopper else AMPERE
     listed = table[kernel, width]
     fitting = tuple(t for t in listed if _shared_bytes(t, kernel, width, item) <= device.shared_bytes - MARGIN)
     return fitting or (min(listed, key=lambda t: _shared_bytes(t, kernel, width, item)),)
@@ -160,8 +174,32 @@ def _num_tiles(p: AttentionProblem, length: int, block: int) -> int:
     return triton.cdiv(length, block) if p.documents < 0 else length // block + p.documents
 
 
-def _features(p: AttentionProblem) -> dict[str, object]:
-    own: dict[str, object] = {"LEFT": p.left >= 0, "RIGHT": p.right >= 0}
+def _views(p: AttentionProblem, wanted: bool, rows: int, *streams: torch.Tensor) -> tuple[TensorDescriptor | None, ...]:
+    """Descriptors of the tensors that stream by, [rows, heads x D] as they lie, or None for each where one has no such shape.
+
+    That needs a batch that follows its neighbour, 16-byte steps, and a head as wide as its tile. A last tile must not reach into the
+    next batch row or document, whose values may be anything, NaN too. Kernels with masks take none.
+    """
+    if _masked(p):
+        return ()
+    apart = p.documents < 0 and (p.batch == 1 or all(x.shape[1] % rows == 0 for x in streams))
+    if not (wanted and apart and _block_d(p) == p.head_dim and all(_describable(x) for x in streams)):
+        return (None,) * len(streams)
+    made = []
+    for x in streams:
+        length = x.shape[-3] * (x.shape[0] if x.dim() == 4 else 1)
+        width = (x.shape[-2] - 1) * x.stride(-2) + p.head_dim
+        made.append(TensorDescriptor(x, [length, width], [x.stride(-3), 1], [rows, p.head_dim]))
+    return tuple(made)
+
+
+def _describable(x: torch.Tensor) -> bool:
+    follows = x.dim() == 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+    return follows and x.numel() > 0 and x.data_ptr() % 16 == 0 and x.stride(-3) * x.element_size() % 16 == 0
+
+
+def _features(p: AttentionProblem, views: tuple[object, ...]) -> dict[str, object]:
+    own: dict[str, object] = {"LEFT": p.left >= 0, "RIGHT": p.right >= 0, "VIEW": None not in views}
     if _masked(p):
         own = {"MASK": 0 if not p.mask else 1 if p.mask == "bool" else 2, "PADDING": p.key_padding, "DROPOUT": p.dropout_p > 0}
     shared = {
@@ -209,9 +247,10 @@ def launch_fwd(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((*q.shape[:-3], p.heads, p.q_len), dtype=torch.float32, device=q.device)
     tiles, extra = _num_tiles(p, p.q_len, config.block_m), _lookup(p, q, *lookups)
+    views = _views(p, config.view, config.block_n, k, v)
     launch(
-        _fwd_masked_kernel if _masked(p) else _fwd_kernel, (tiles * p.heads * p.batch,), q, k, v, *extra.pointers, out, lse, tiles, *_sizes(p),
-        *_strides(q), *_strides(k), *_strides(v), *extra.strides, *extra.scalars, **_features(p), **_shape(config),
+        _fwd_masked_kernel if _masked(p) else _fwd_kernel, (tiles * p.heads * p.batch,), q, k, v, *views, *extra.pointers, out, lse, tiles, *_sizes(p),
+        *_strides(q), *_strides(k), *_strides(v), *extra.strides, *extra.scalars, **_features(p, views), **_shape(config),
     )  # fmt: skip
     return out, lse
 
@@ -230,20 +269,22 @@ def launch_bwd(
         _delta_kernel, (triton.cdiv(num_rows, block),), dout, out, delta, num_rows, p.q_len, p.heads, *_strides(dout),
         WIDTH=p.head_dim, BLOCK_D=width, BLOCK_M=block, num_warps=4,
     )  # fmt: skip
-    pointers = (dout, q, k, v, lse, delta, *extra.pointers)
+    inputs = (dout, q, k, v, lse, delta)
     strides = (*_strides(dout), *_strides(q), *_strides(k), *_strides(v), *extra.strides)
     if p.need_dk or p.need_dv:
         tiles = _num_tiles(p, p.k_len, config.dkdv.block_n)
         dk, dv = (x if x.dim() > 1 else torch.empty(k.shape, dtype=k.dtype, device=k.device) for x in (dk, dv))
+        views = _views(p, config.dkdv.view, config.dkdv.block_m, q, dout)
         launch(
-            _bwd_dkdv_masked_kernel if _masked(p) else _bwd_dkdv_kernel, (tiles * p.kv_heads * p.batch,), *pointers, dk, dv, tiles, *_sizes(p),
-            *strides, *_strides(dk), *_strides(dv), *extra.scalars, **_features(p), **_shape(config.dkdv),
+            _bwd_dkdv_masked_kernel if _masked(p) else _bwd_dkdv_kernel, (tiles * p.kv_heads * p.batch,), *inputs, *views, *extra.pointers, dk, dv,
+            tiles, *_sizes(p), *strides, *_strides(dk), *_strides(dv), *extra.scalars, **_features(p, views), **_shape(config.dkdv),
         )  # fmt: skip
     if p.need_dq:
         tiles = _num_tiles(p, p.q_len, config.dq.block_m)
+        views = _views(p, config.dq.view, config.dq.block_n, k, v)
         launch(
-            _bwd_dq_masked_kernel if _masked(p) else _bwd_dq_kernel, (tiles * p.heads * p.batch,), *pointers, dq, tiles, *_sizes(p),
-            *strides, *_strides(dq), *extra.scalars, **_features(p), **_shape(config.dq),
+            _bwd_dq_masked_kernel if _masked(p) else _bwd_dq_kernel, (tiles * p.heads * p.batch,), *inputs, *views, *extra.pointers, dq,
+            tiles, *_sizes(p), *strides, *_strides(dq), *extra.scalars, **_features(p, views), **_shape(config.dq),
         )  # fmt: skip
     return results
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ops_math.ops._tiles.attention import LOG2E, exponent_offset, tanh_tile, visible_tile
-from ops_math.ops.attention.triton_gpu_fwd import LENGTHS, key_range, load_rows, place_document
+from ops_math.ops.attention.triton_gpu_fwd import LENGTHS, key_range, load_rows, load_tile, place_document
 
 
 @triton.jit
@@ -40,53 +40,27 @@ def _probability(s, offset, scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def query_range(first, last, shift, q_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Queries that see keys first .. last: low, full_low, full_high, high, as in `key_range`, but for the end of the queries:
+    """Queries that see keys first .. last: low, full_low, full_high, high, as in `key_range`.
 
-    rows past it need no mask on their scores, since an lse of -inf makes their probabilities zero.
+    Rows past the last query need no mask on their scores: an lse of -inf makes their probabilities zero.
     """
-    low = q_len * 0
-    full_low = low
+    low, full_low = q_len * 0, q_len * 0
     high, full_high = q_len, q_len
     if LEFT:
         high = tl.maximum(tl.minimum(last + left - shift + 1, q_len), 0)
-        full_high = tl.maximum(tl.minimum(first + left - shift + 1, q_len), 0) // BLOCK_M * BLOCK_M
+        full_high = tl.maximum(first + left - shift + 1, 0)
     if RIGHT:
         low = tl.maximum(first - shift - right, 0) // BLOCK_M * BLOCK_M
-        full_low = tl.minimum((tl.maximum(last - shift - right, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M, tl.cdiv(high, BLOCK_M) * BLOCK_M)
+        full_low = tl.maximum(last - shift - right, 0)
     return low, full_low, full_high, high
-
-
-@triton.jit
-def _walk_queries(
-    k, v, dk, dv, q_ptrs, dout_ptrs, lse_ptr, delta_ptr, q_stride, dout_stride, keys, cols, low, high, q_len, k_len, shift, left, right, scale, softcap,
-    MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    for start in range(low, high, BLOCK_M):
-        rows = start + tl.arange(0, BLOCK_M)
-        q = load_rows(q_ptrs, tl.cast(start, tl.int64) * q_stride, rows, q_len, cols, True, WIDTH, BLOCK_D)
-        offset = exponent_offset(tl.load(lse_ptr + rows, mask=rows < q_len, other=float("-inf")))
-        delta = tl.load(delta_ptr + rows, mask=rows < q_len, other=0.0)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [keys, queries], so that probabilities are a left operand as they are
-        p, slope = _probability(s, offset[None, :], scale, softcap, SOFTCAP)
-        if MASKED:
-            p = tl.where(visible_tile((rows + shift)[None, :], keys[:, None], k_len, left, right, LEFT, RIGHT), p, 0.0)
-        dout = load_rows(dout_ptrs, tl.cast(start, tl.int64) * dout_stride, rows, q_len, cols, True, WIDTH, BLOCK_D)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-        ds = p * (dp - delta[None, :])
-        if SOFTCAP:
-            ds = ds * slope
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _bwd_dkdv_kernel(
-    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, dk_ptr, dv_ptr, num_tiles, num_heads, group, q_len, k_len, documents, steps,
+    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, q_view, dout_view, cu_q_ptr, cu_k_ptr, dk_ptr, dv_ptr, num_tiles, num_heads, group, q_len, k_len, documents, steps,
     dout_stride_b, dout_stride_s, dout_stride_h, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
     dk_stride_b, dk_stride_s, dk_stride_h, dv_stride_b, dv_stride_s, dv_stride_h, scale, softcap, align, left, right,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -96,14 +70,16 @@ def _bwd_dkdv_kernel(
     batch = (pid // num_tiles // kv_heads).to(tl.int64)
     tokens = q_len
     first_q, first_k = batch * 0, batch * 0
+    view_row = (batch * q_len).to(tl.int32)
     if PACKED:
         first_k, k_len, first_q, q_len, tile = place_document(cu_k_ptr, cu_q_ptr, tile, documents, steps, BLOCK_N)
+        view_row = first_q.to(tl.int32)
         if tile * BLOCK_N >= k_len:
             return
     keys, cols = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     shift = (k_len - q_len) * align
     k_rows = (keys.to(tl.int64) + first_k)[:, None]
-    spread = (first_q + tl.arange(0, BLOCK_M).to(tl.int64))[:, None]
+    q_row, dout_row = q_ptr + batch * q_stride_b + first_q * q_stride_s, dout_ptr + batch * dout_stride_b + first_q * dout_stride_s
 
     k = load_rows(
         k_ptr + batch * k_stride_b + kv_head * k_stride_h + k_rows * k_stride_s + cols[None, :], 0, keys, k_len, cols, True, WIDTH, BLOCK_D
@@ -116,28 +92,30 @@ def _bwd_dkdv_kernel(
     low, full_low, full_high, high = query_range(
         tile * BLOCK_N, tile * BLOCK_N + BLOCK_N - 1, shift, q_len, left, right, LEFT, RIGHT, BLOCK_M
     )
-    for member in range(group):  # the heads that share these keys, so that the sum needs no atomics
+    first_row = (batch * num_heads + kv_head * group) * tokens + first_q
+    count = tl.maximum(tl.cdiv(high - low, BLOCK_M), 0)
+    for step in range(group * count):  # all heads that share these keys, one after the other: the sum needs no atomics
+        member = step // count
+        start = low + (step - member * count) * BLOCK_M
         head = kv_head * group + member
-        q_ptrs = q_ptr + batch * q_stride_b + head * q_stride_h + spread * q_stride_s + cols[None, :]
-        dout_ptrs = dout_ptr + batch * dout_stride_b + head * dout_stride_h + spread * dout_stride_s + cols[None, :]
-        lse_row, delta_row = (
-            lse_ptr + (batch * num_heads + head) * tokens + first_q,
-            delta_ptr + (batch * num_heads + head) * tokens + first_q,
-        )
-        if RIGHT:
-            dk, dv = _walk_queries(
-                k, v, dk, dv, q_ptrs, dout_ptrs, lse_row, delta_row, q_stride_s, dout_stride_s, keys, cols, low, tl.minimum(full_low, high), q_len, k_len,
-                shift, left, right, scale, softcap, True, LEFT, RIGHT, SOFTCAP, WIDTH, BLOCK_D, BLOCK_M, PRECISION,
-            )  # fmt: skip
-        dk, dv = _walk_queries(
-            k, v, dk, dv, q_ptrs, dout_ptrs, lse_row, delta_row, q_stride_s, dout_stride_s, keys, cols, full_low, full_high, q_len, k_len,
-            shift, left, right, scale, softcap, False, LEFT, RIGHT, SOFTCAP, WIDTH, BLOCK_D, BLOCK_M, PRECISION,
-        )  # fmt: skip
-        if LEFT:
-            dk, dv = _walk_queries(
-                k, v, dk, dv, q_ptrs, dout_ptrs, lse_row, delta_row, q_stride_s, dout_stride_s, keys, cols, tl.maximum(full_low, full_high), high, q_len, k_len,
-                shift, left, right, scale, softcap, True, LEFT, RIGHT, SOFTCAP, WIDTH, BLOCK_D, BLOCK_M, PRECISION,
-            )  # fmt: skip
+        rows = start + tl.arange(0, BLOCK_M)
+        row_of = first_row + tl.cast(member, tl.int64) * tokens + rows
+        q_base, q_col = q_row + head * q_stride_h, (head * q_stride_h).to(tl.int32)
+        q = load_tile(q_view, q_base, view_row, q_col, start, q_stride_s, rows, q_len, cols, VIEW, WIDTH, BLOCK_D)
+        offset = exponent_offset(tl.load(lse_ptr + row_of, mask=rows < q_len, other=float("-inf")))
+        delta = tl.load(delta_ptr + row_of, mask=rows < q_len, other=0.0)
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [keys, queries], so that probabilities are a left operand as they are
+        p, slope = _probability(s, offset[None, :], scale, softcap, SOFTCAP)
+        if (start < full_low) | (start + BLOCK_M > full_high):
+            p = tl.where(visible_tile((rows + shift)[None, :], keys[:, None], k_len, left, right, LEFT, RIGHT), p, 0.0)
+        dout_base, dout_col = dout_row + head * dout_stride_h, (head * dout_stride_h).to(tl.int32)
+        dout = load_tile(dout_view, dout_base, view_row, dout_col, start, dout_stride_s, rows, q_len, cols, VIEW, WIDTH, BLOCK_D)
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        ds = p * (dp - delta[None, :])
+        if SOFTCAP:
+            ds = ds * slope
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
 
     mask = (keys < k_len)[:, None] & (cols < WIDTH)[None, :]
     tl.store(
@@ -152,34 +130,12 @@ def _bwd_dkdv_kernel(
     )
 
 
-@triton.jit
-def _walk_keys_back(
-    q, dout, dq, offset, delta, k_ptrs, v_ptrs, k_stride, v_stride, at, cols, low, high, k_len, left, right, scale, softcap,
-    MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    for start in range(low, high, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        k = load_rows(k_ptrs, tl.cast(start, tl.int64) * k_stride, keys, k_len, cols, MASKED, WIDTH, BLOCK_D)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        p, slope = _probability(s, offset[:, None], scale, softcap, SOFTCAP)
-        if MASKED:
-            p = tl.where(visible_tile(at[:, None], keys[None, :], k_len, left, right, LEFT, RIGHT), p, 0.0)
-        v = load_rows(v_ptrs, tl.cast(start, tl.int64) * v_stride, keys, k_len, cols, MASKED, WIDTH, BLOCK_D)
-        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-        ds = p * (dp - delta[:, None])
-        if SOFTCAP:
-            ds = ds * slope
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    return dq
-
-
 @triton.jit(do_not_specialize=LENGTHS)
 def _bwd_dq_kernel(
-    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, dq_ptr, num_tiles, num_heads, group, q_len, k_len, documents, steps,
+    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, k_view, v_view, cu_q_ptr, cu_k_ptr, dq_ptr, num_tiles, num_heads, group, q_len, k_len, documents, steps,
     dout_stride_b, dout_stride_s, dout_stride_h, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
     dq_stride_b, dq_stride_s, dq_stride_h, scale, softcap, align, left, right,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -188,16 +144,19 @@ def _bwd_dq_kernel(
     batch = (pid // num_tiles // num_heads).to(tl.int64)
     tokens = q_len
     first_q, first_k = batch * 0, batch * 0
+    view_row = (batch * k_len).to(tl.int32)
     if PACKED:
         first_q, q_len, first_k, k_len, tile = place_document(cu_q_ptr, cu_k_ptr, tile, documents, steps, BLOCK_M)
+        view_row = first_k.to(tl.int32)
         if tile * BLOCK_M >= q_len:
             return
     rows, cols = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     shift = (k_len - q_len) * align
     at = (rows.to(tl.int64) + first_q)[:, None]
-    spread = (first_k + tl.arange(0, BLOCK_N).to(tl.int64))[:, None]
-    k_ptrs = k_ptr + batch * k_stride_b + head // group * k_stride_h + spread * k_stride_s + cols[None, :]
-    v_ptrs = v_ptr + batch * v_stride_b + head // group * v_stride_h + spread * v_stride_s + cols[None, :]
+    kv_head = head // group
+    k_base = k_ptr + batch * k_stride_b + kv_head * k_stride_h + first_k * k_stride_s
+    v_base = v_ptr + batch * v_stride_b + kv_head * v_stride_h + first_k * v_stride_s
+    k_col, v_col = (kv_head * k_stride_h).to(tl.int32), (kv_head * v_stride_h).to(tl.int32)
     row_of = (batch * num_heads + head) * tokens + first_q + rows
 
     q = load_rows(
@@ -219,19 +178,19 @@ def _bwd_dq_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     first = tile * BLOCK_M + shift
     low, full_low, full_high, high = key_range(first, first + BLOCK_M - 1, k_len, left, right, LEFT, RIGHT, BLOCK_N)
-    if LEFT:
-        dq = _walk_keys_back(
-            q, dout, dq, offset, delta, k_ptrs, v_ptrs, k_stride_s, v_stride_s, rows + shift, cols, low, tl.minimum(full_low, high), k_len, left, right,
-            scale, softcap, True, LEFT, RIGHT, SOFTCAP, WIDTH, BLOCK_D, BLOCK_N, PRECISION,
-        )  # fmt: skip
-    dq = _walk_keys_back(
-        q, dout, dq, offset, delta, k_ptrs, v_ptrs, k_stride_s, v_stride_s, rows + shift, cols, full_low, full_high, k_len, left, right,
-        scale, softcap, False, LEFT, RIGHT, SOFTCAP, WIDTH, BLOCK_D, BLOCK_N, PRECISION,
-    )  # fmt: skip
-    dq = _walk_keys_back(
-        q, dout, dq, offset, delta, k_ptrs, v_ptrs, k_stride_s, v_stride_s, rows + shift, cols, tl.maximum(full_low, full_high), high, k_len, left, right,
-        scale, softcap, True, LEFT, RIGHT, SOFTCAP, WIDTH, BLOCK_D, BLOCK_N, PRECISION,
-    )  # fmt: skip
+    for start in range(low, high, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        k = load_tile(k_view, k_base, view_row, k_col, start, k_stride_s, keys, k_len, cols, VIEW, WIDTH, BLOCK_D)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        p, slope = _probability(s, offset[:, None], scale, softcap, SOFTCAP)
+        if (start < full_low) | (start + BLOCK_N > full_high):
+            p = tl.where(visible_tile((rows + shift)[:, None], keys[None, :], k_len, left, right, LEFT, RIGHT), p, 0.0)
+        v = load_tile(v_view, v_base, view_row, v_col, start, v_stride_s, keys, k_len, cols, VIEW, WIDTH, BLOCK_D)
+        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+        ds = p * (dp - delta[:, None])
+        if SOFTCAP:
+            ds = ds * slope
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
     mask = (rows < q_len)[:, None] & (cols < WIDTH)[None, :]
     tl.store(

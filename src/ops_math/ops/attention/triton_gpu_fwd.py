@@ -1,4 +1,4 @@
-"""Forward kernels: a tile of queries walks the keys that it can see, first and last tiles with masks, those between without."""
+"""Forward kernel: a tile of queries walks the keys that it can see; only the first and last tiles are masked."""
 
 from __future__ import annotations
 
@@ -47,67 +47,68 @@ def load_rows(ptrs, offset, rows, num_rows, cols, CHECK: tl.constexpr, WIDTH: tl
 def key_range(first, last, k_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_N: tl.constexpr):
     """Keys that queries at positions first .. last see: low, full_low, full_high, high.
 
-    Tiles from full_low to full_high are seen whole by every query; those from low to full_low and from there to high need a mask.
+    Tiles from full_low to full_high are seen whole by every query; those before and after need a mask. low is a multiple of BLOCK_N.
     """
     high, full_high = k_len, k_len
     if RIGHT:
         high = tl.maximum(tl.minimum(last + right + 1, k_len), 0)
         full_high = tl.maximum(tl.minimum(first + right + 1, k_len), 0)
-    full_high = full_high // BLOCK_N * BLOCK_N
-    low = k_len * 0
-    full_low = low
+    low, full_low = k_len * 0, k_len * 0
     if LEFT:
         low = tl.maximum(first - left, 0) // BLOCK_N * BLOCK_N
-        full_low = tl.minimum((tl.maximum(last - left, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N, tl.cdiv(high, BLOCK_N) * BLOCK_N)
+        full_low = tl.maximum(last - left, 0)
     return low, full_low, full_high, high
 
 
 @triton.jit
-def _walk_keys(
-    q, acc, top, total, k_ptrs, v_ptrs, k_stride, v_stride, at, cols, low, high, k_len, left, right, scale, softcap,
-    MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    for start in range(low, high, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        k = load_rows(k_ptrs, tl.cast(start, tl.int64) * k_stride, keys, k_len, cols, MASKED, WIDTH, BLOCK_D)
-        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        factor = scale * LOG2E
-        if SOFTCAP:
-            x = softcap * tanh_tile(x * (scale / softcap))
-            factor = LOG2E
-        if MASKED:
-            x = tl.where(visible_tile(at[:, None], keys[None, :], k_len, left, right, LEFT, RIGHT), x, float("-inf"))
-        e, shrink, top, total = softmax_step(x, factor, top, total, MASKED)
-        v = load_rows(v_ptrs, tl.cast(start, tl.int64) * v_stride, keys, k_len, cols, MASKED, WIDTH, BLOCK_D)
-        acc = tl.dot(e.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-    return acc, top, total
+def load_tile(
+    view,
+    base,
+    row,
+    col,
+    start,
+    stride,
+    rows,
+    num_rows,
+    cols,
+    VIEW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Rows start .. of one head: through a tensor descriptor at (row + start, col) where VIEW, else through pointers from base."""
+    if VIEW:
+        return view.load([row + start, col])
+    spread = tl.arange(0, rows.shape[0]).to(tl.int64)[:, None] * stride + cols[None, :]
+    return load_rows(base + spread, tl.cast(start, tl.int64) * stride, rows, num_rows, cols, True, WIDTH, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _fwd_kernel(
-    q_ptr, k_ptr, v_ptr, cu_q_ptr, cu_k_ptr, out_ptr, lse_ptr, num_tiles, num_heads, group, q_len, k_len, documents, steps,
+    q_ptr, k_ptr, v_ptr, k_view, v_view, cu_q_ptr, cu_k_ptr, out_ptr, lse_ptr, num_tiles, num_heads, group, q_len, k_len, documents, steps,
     q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
     scale, softcap, align, left, right,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     tile = num_tiles - 1 - pid % num_tiles  # last tiles first: under a causal mask they are the longest
     head = (pid // num_tiles % num_heads).to(tl.int64)
     batch = (pid // num_tiles // num_heads).to(tl.int64)
+    kv_head = head // group
     tokens = q_len
     first_q, first_k = batch * 0, batch * 0
+    view_row = (batch * k_len).to(tl.int32)
     if PACKED:
         first_q, q_len, first_k, k_len, tile = place_document(cu_q_ptr, cu_k_ptr, tile, documents, steps, BLOCK_M)
+        view_row = first_k.to(tl.int32)
         if tile * BLOCK_M >= q_len:
             return
     rows, cols = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     shift = (k_len - q_len) * align
-    spread = tl.arange(0, BLOCK_N).to(tl.int64)[:, None]
     q_base = q_ptr + batch * q_stride_b + head * q_stride_h + first_q * q_stride_s
-    k_ptrs = k_ptr + batch * k_stride_b + head // group * k_stride_h + first_k * k_stride_s + spread * k_stride_s + cols[None, :]
-    v_ptrs = v_ptr + batch * v_stride_b + head // group * v_stride_h + first_k * v_stride_s + spread * v_stride_s + cols[None, :]
+    k_base = k_ptr + batch * k_stride_b + kv_head * k_stride_h + first_k * k_stride_s
+    v_base = v_ptr + batch * v_stride_b + kv_head * v_stride_h + first_k * v_stride_s
+    k_col, v_col = (kv_head * k_stride_h).to(tl.int32), (kv_head * v_stride_h).to(tl.int32)
 
     q = load_rows(q_base + rows.to(tl.int64)[:, None] * q_stride_s + cols[None, :], 0, rows, q_len, cols, True, WIDTH, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -115,19 +116,19 @@ def _fwd_kernel(
 
     first = tile * BLOCK_M + shift
     low, full_low, full_high, high = key_range(first, first + BLOCK_M - 1, k_len, left, right, LEFT, RIGHT, BLOCK_N)
-    if LEFT:
-        acc, top, total = _walk_keys(
-            q, acc, top, total, k_ptrs, v_ptrs, k_stride_s, v_stride_s, rows + shift, cols, low, tl.minimum(full_low, high), k_len, left, right,
-            scale, softcap, True, LEFT, RIGHT, SOFTCAP, WIDTH, BLOCK_D, BLOCK_N, PRECISION,
-        )  # fmt: skip
-    acc, top, total = _walk_keys(
-        q, acc, top, total, k_ptrs, v_ptrs, k_stride_s, v_stride_s, rows + shift, cols, full_low, full_high, k_len, left, right,
-        scale, softcap, False, LEFT, RIGHT, SOFTCAP, WIDTH, BLOCK_D, BLOCK_N, PRECISION,
-    )  # fmt: skip
-    acc, top, total = _walk_keys(
-        q, acc, top, total, k_ptrs, v_ptrs, k_stride_s, v_stride_s, rows + shift, cols, tl.maximum(full_low, full_high), high, k_len, left, right,
-        scale, softcap, True, LEFT, RIGHT, SOFTCAP, WIDTH, BLOCK_D, BLOCK_N, PRECISION,
-    )  # fmt: skip
+    for start in range(low, high, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        k = load_tile(k_view, k_base, view_row, k_col, start, k_stride_s, keys, k_len, cols, VIEW, WIDTH, BLOCK_D)
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        factor = scale * LOG2E
+        if SOFTCAP:
+            x = softcap * tanh_tile(x * (scale / softcap))
+            factor = LOG2E
+        if (start < full_low) | (start + BLOCK_N > full_high):
+            x = tl.where(visible_tile((rows + shift)[:, None], keys[None, :], k_len, left, right, LEFT, RIGHT), x, float("-inf"))
+        e, shrink, top, total = softmax_step(x, factor, top, total)
+        v = load_tile(v_view, v_base, view_row, v_col, start, v_stride_s, keys, k_len, cols, VIEW, WIDTH, BLOCK_D)
+        acc = tl.dot(e.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     divisor, lse = finish_softmax(top, total)
 
     at = rows.to(tl.int64) + first_q

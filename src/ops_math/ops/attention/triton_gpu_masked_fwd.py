@@ -102,10 +102,10 @@ def _fwd_masked_kernel(
         kept = kept_keys(keep_ptr + batch * keep_stride_b, keep_stride_k, keys, k_len, PADDING)
         k = load_kept(k_ptrs, tl.cast(start, tl.int64) * k_stride_s, kept, cols, WIDTH, BLOCK_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        x, _ = hide_scores(
+        x, slope = hide_scores(
             s, rows[:, None], keys[None, :], kept[None, :], shift, q_len, k_len, left, right, scale, softcap, mask_base, mask_stride_q, mask_stride_k, MASK, SOFTCAP
         )  # fmt: skip
-        e, shrink, top, total = softmax_step(x, LOG2E, top, total, True)
+        e, shrink, top, total = softmax_step(x, LOG2E, top, total)
         if DROPOUT:
             e = tl.where(keep_tile(seed, stream, numbers, head, start, threshold, BLOCK_N), e, 0.0)
         v = load_kept(v_ptrs, tl.cast(start, tl.int64) * v_stride_s, kept, cols, WIDTH, BLOCK_D)
