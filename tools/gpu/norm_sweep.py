@@ -1,0 +1,251 @@
+"""Norms, softmax and dropout on one GPU: is each configuration right, and how near to a copy of the same number of bytes is it.
+
+Usage: PYTHONPATH=src python3 tools/gpu/norm_sweep.py [NAME ...]
+NAME: rms_norm, add_rms_norm, layer_norm, add_layer_norm, bert (add_layer_norm with bias and dropout), softmax, dropout, and wide for
+28,672 columns instead of the usual shapes. All by default.
+
+Time is kernel time from the profiler: the device time of all that a call launches, gaps left out. GB/s counts each input read once and
+each output written once. `share` is the time of `copy_` of as many bytes over ours. `error` is the largest l2 error of an output
+against the same formula in float64.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from ops_math import backends
+from ops_math.catalog import operators
+from ops_math.dispatch import Operator
+from ops_math.rng import Rng
+
+SHAPES = ((16384, 4096), (32768, 1024), (8192, 8192))
+WIDE = ((4096, 28672),)
+WORKERS = 8  # processes that compile ahead into Triton's cache
+LIMIT = 4e-3  # l2 error of bf16: one rounding has 2^-9 / sqrt(3)
+BF16 = torch.bfloat16
+
+
+class Task(NamedTuple):
+    """One operator with its options. `fwd` and `bwd` give the arguments of the dispatcher operators, `plain` is PyTorch's own."""
+
+    operator: str
+    fwd: Callable[..., tuple[Any, ...]]
+    bwd: Callable[..., tuple[Any, ...]]
+    plain: Callable[..., Any] | None
+    learning: int  # leading tensors that `plain` takes
+
+
+def _tensors(rows: int, cols: int, device: str = "cuda") -> dict[str, torch.Tensor]:
+    make = torch.Generator(device).manual_seed(1)
+    wide = {name: torch.randn(rows, cols, device=device, dtype=BF16, generator=make) for name in ("x", "residual", "dy", "dsum")}
+    narrow = {name: torch.randn(cols, device=device, dtype=BF16, generator=make) for name in ("weight", "bias", "x_bias")}
+    return {**wide, **narrow, "state": Rng(5, device).state}
+
+
+def _norm_bwd(t: dict[str, torch.Tensor], saved: Any, state: Any, p: float, x_bias: bool, dsum: bool) -> tuple[Any, ...]:
+    _, total, mean, rstd = saved
+    total = total if total.numel() else t["x"]
+    needs = (True, p > 0, True, True, x_bias)
+    return t["dy"], t["dsum"] if dsum else None, total, t["weight"], mean, rstd, state, BF16, BF16, BF16, p, *needs
+
+
+TASKS: dict[str, Task] = {
+    "rms_norm": Task(
+        "rms_norm",
+        lambda t: (t["x"], None, t["weight"], 1e-6, 0.0, BF16),
+        lambda t, saved: (t["dy"], None, t["x"], t["weight"], saved[2], 1e-6, 0.0, True, True),
+        lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-6),
+        2,
+    ),
+    "add_rms_norm": Task(
+        "rms_norm",
+        lambda t: (t["x"], t["residual"], t["weight"], 1e-6, 0.0, BF16),
+        lambda t, saved: (t["dy"], t["dsum"], saved[1], t["weight"], saved[2], 1e-6, 0.0, True, True),
+        lambda x, r, w: (F.rms_norm(x + r, x.shape[-1:], w, 1e-6), x + r),
+        3,
+    ),
+    "layer_norm": Task(
+        "layer_norm",
+        lambda t: (t["x"], None, t["weight"], t["bias"], None, None, 1e-5, 0.0, BF16),
+        lambda t, saved: _norm_bwd(t, saved, None, 0.0, False, False),
+        lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b),
+        3,
+    ),
+    "add_layer_norm": Task(
+        "layer_norm",
+        lambda t: (t["x"], t["residual"], t["weight"], t["bias"], None, None, 1e-5, 0.0, BF16),
+        lambda t, saved: _norm_bwd(t, saved, None, 0.0, False, True),
+        None,
+        0,
+    ),
+    "bert": Task(
+        "layer_norm",
+        lambda t: (t["x"], t["residual"], t["weight"], t["bias"], t["x_bias"], t["state"], 1e-5, 0.1, BF16),
+        lambda t, saved: _norm_bwd(t, saved, t["state"], 0.1, True, True),
+        None,
+        0,
+    ),
+    "softmax": Task(
+        "softmax",
+        lambda t: (t["x"], BF16),
+        lambda t, saved: (t["dy"], saved[0], BF16),
+        lambda x: F.softmax(x, -1),
+        1,
+    ),
+    "dropout": Task(
+        "dropout",
+        lambda t: (t["x"], t["state"], 0.1),
+        lambda t, saved: (t["dy"], t["state"], 0.1),
+        lambda x: F.dropout(x, 0.1),
+        1,
+    ),
+}
+
+
+def say(*words: Any) -> None:
+    """Print at once."""
+    print(*words, flush=True)
+
+
+def kernel_ms(call: Callable[[], Any], repeats: int = 12) -> float:
+    """Device time [ms] of all that one call launches."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+    return sum(e.device_time for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA) / repeats / 1e3
+
+
+def _tuple(values: Any) -> tuple[Any, ...]:
+    return tuple(values) if isinstance(values, (tuple, list)) else (values,)
+
+
+def _part(operator: Operator, name: str) -> Any:
+    return next(i for i in operator.implementations() if i.name == name)
+
+
+def oracle(operator: Operator, phase: str, problem: Any, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The results in float64: eager on widened tensors."""
+    wide = problem._replace(**{k: "fp64" for k, v in problem._asdict().items() if v in ("bf16", "fp32")})
+    doubled = [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in tensors]
+    return _tuple(_part(operator, "eager").launcher(phase)(wide, None, *doubled))
+
+
+def worst_error(values: tuple[Any, ...], want: tuple[Any, ...]) -> float:
+    """The largest l2 error of an output, NaN where one is."""
+    gaps = [((v.double() - w).norm() / w.norm().clamp_min(1e-30)).item() for v, w in zip(values, want, strict=True) if v.numel()]
+    return max(gaps, key=lambda g: float("inf") if g != g else g)
+
+
+def calls(task: Task, tensors: dict[str, torch.Tensor]) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """For each phase the problem and the launcher's tensors; what the forward saves comes from eager."""
+    operator = operators()[task.operator]
+
+    def split(phase: str, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        return operator.phases[phase].problem_of(*args), args[: operator.phases[phase].num_tensors]
+
+    problem, inputs = split("fwd", task.fwd(tensors))
+    saved = _tuple(_part(operator, "eager").launcher("fwd")(problem, None, *inputs))
+    return {"fwd": (problem, inputs), "bwd": split("bwd", task.bwd(tensors, saved))}
+
+
+def compile_ahead(name: str, cols: int, phase: str, number: int) -> str:
+    """Start one configuration once on few rows, so that its kernels are in Triton's cache."""
+    operator = operators()[TASKS[name].operator]
+    problem, tensors = calls(TASKS[name], _tensors(64, cols))[phase]
+    module = _part(operator, "triton_gpu").module
+    full = problem._replace(rows=next(rows for rows, n in SHAPES + WIDE if n == cols))
+    config = module.configs(full, backends.device_of(torch.device("cuda:0")), phase)[number]
+    try:
+        _part(operator, "triton_gpu").launcher(phase)(problem, config, *tensors)
+        torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001 (reported where it is measured)
+        return str(error)
+    return ""
+
+
+def configurations(name: str, shape: tuple[int, int], phase: str) -> tuple[Any, ...]:
+    """The legal configurations of a task."""
+    operator = operators()[TASKS[name].operator]
+    problem, _ = calls(TASKS[name], _tensors(64, shape[1]))[phase]
+    return _part(operator, "triton_gpu").module.configs(problem._replace(rows=shape[0]), backends.device_of(torch.device("cuda:0")), phase)
+
+
+def row(name: str, phase: str, shape: tuple[int, int], what: str, ms: float, size: int, copy_ms: float, error: float | None = None) -> None:
+    """One line of the table."""
+    note = "" if error is None else f"  error {error:.1e}" + ("" if error < LIMIT else "  WRONG")
+    say(f"{name:15s} {phase} {shape!s:14s} {what:30s} {ms:8.4f} ms {size / ms / 1e6:7.0f} GB/s  share {copy_ms / ms:5.3f}{note}")
+
+
+def copy_time(size: int) -> float:
+    """Time of `copy_` that reads and writes `size` bytes in all [ms]."""
+    source = torch.empty(size // 4, dtype=BF16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    return kernel_ms(lambda: target.copy_(source))
+
+
+def measure(name: str, shape: tuple[int, int]) -> None:
+    """All configurations of one task on one shape, beside PyTorch and a copy."""
+    task, tensors = TASKS[name], _tensors(*shape)
+    operator = operators()[task.operator]
+    native = Natives(task, tensors)
+    for phase, (problem, inputs) in calls(task, tensors).items():
+        size = operator.cost(problem, phase).bytes
+        copied = copy_time(size)
+        row(name, phase, shape, "copy_", copied, size, copied)
+        if task.plain is not None:
+            row(name, phase, shape, "torch", kernel_ms(native.fwd if phase == "fwd" else native.bwd), size, copied)
+        want = oracle(operator, phase, problem, inputs)
+        target = _part(operator, "triton_gpu")
+        for config in target.module.configs(problem, backends.device_of(torch.device("cuda:0")), phase):
+            try:
+                call = lambda c=config: target.launcher(phase)(problem, c, *inputs)  # noqa: B023, E731
+                error = worst_error(_tuple(call()), want)
+                row(name, phase, shape, str(tuple(config)), kernel_ms(call), size, copied, error)
+            except Exception:  # noqa: BLE001 (one bad configuration must not end the sweep)
+                say(f"{name} {phase} {shape} {tuple(config)} FAILED", traceback.format_exc(limit=-1).splitlines()[-1][:300])
+
+
+class Natives:
+    """PyTorch's own operator, forward and backward."""
+
+    def __init__(self, task: Task, tensors: dict[str, torch.Tensor]) -> None:
+        if task.plain is None:
+            return
+        names = {"rms_norm": ("x", "weight"), "layer_norm": ("x", "weight", "bias")}.get(task.operator, ("x",))
+        names = ("x", "residual", "weight") if task.learning == 3 and task.operator == "rms_norm" else names
+        leaves = [tensors[n].clone().requires_grad_() for n in names]
+        self.fwd = lambda: task.plain(*leaves)  # type: ignore[misc]
+        outs = _tuple(task.plain(*leaves))
+        fed = [tensors[n] for n in ("dy", "dsum")][: len(outs)]
+        self.bwd = lambda: torch.autograd.grad(outs, leaves, fed, retain_graph=True)
+
+
+def main(names: list[str]) -> None:
+    """Compile in parallel, then measure one by one."""
+    say(torch.__version__, torch.cuda.get_device_name(), f"copy of 4 GiB {4 * 2**30 / copy_time(4 * 2**30) / 1e6:.0f} GB/s")
+    chosen = [n for n in TASKS if n in names or not set(names) & set(TASKS)]
+    shapes = WIDE if "wide" in names else SHAPES + (() if names else WIDE)
+    jobs = [(n, s[1], ph, i) for n in chosen for s in shapes for ph in ("fwd", "bwd") for i in range(len(configurations(n, s, ph)))]
+    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
+        failed = [f for f in pool.map(compile_ahead, *zip(*jobs, strict=True)) if f]
+    say(f"compiled {len(jobs)} configurations, {len(failed)} failed", *{f[:200] for f in failed})
+    for shape in shapes:
+        for name in chosen:
+            measure(name, shape)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
