@@ -20,6 +20,7 @@ CASES = [
     (rules.layers, "ops_math/layout/plan.py", "from ops_math import catalog", "from ops_math import settings"),
     (rules.layers, "ops_math/testing/oracle.py", "from ops_math.catalog import operators", "from ops_math.dispatch import define"),
     (rules.layers, "ops_math/spec.py", "import ops_math", "import torch"),
+    (rules.layers, "ops_math/brand_new.py", "", None),
     (rules.layers, "ops_math/ops/rope/op.py", "import ops_nn.modules", "import torch.nn"),
     (rules.operators_apart, "ops_math/ops/rope/eager.py", "from ops_math.ops.glu import eager", "from ops_math.ops.rope import problem"),
     (rules.operators_apart, "ops_math/ops/rope/eager.py", "from ..glu.eager import launch_fwd", "from .problem import Problem"),
