@@ -22,8 +22,7 @@ import ops_math as om
 from ops_math import backends
 from ops_math.catalog import operators
 from ops_math.ops.attention import triton_gpu, vendor
-from ops_math.ops.attention.op import Rule, _problem
-from ops_math.ops.attention.problem import AttentionProblem, cost
+from ops_math.ops.attention.problem import AttentionProblem, Rule, cost, problem_of
 
 # batch, length, heads, key heads, width, causal
 SHAPES = (
@@ -39,7 +38,7 @@ NOTHING = (None,) * 5
 
 def say(*words: Any) -> None:
     """Print at once."""
-    print(*words, flush=True)  # noqa: T201
+    print(*words, flush=True)
 
 
 def name_of(shape: tuple[Any, ...]) -> str:
@@ -53,7 +52,7 @@ def inputs(shape: tuple[Any, ...]) -> tuple[AttentionProblem, list[torch.Tensor]
     b, s, h, k, d, causal = shape
     generator = torch.Generator("cuda").manual_seed(0)
     q, key, v, dout = (torch.randn(b, s, n, d, device="cuda", dtype=torch.bfloat16, generator=generator) for n in (h, k, k, h))
-    return _problem(q, key, None, None, None, Rule(d**-0.5, True, -1, 0 if causal else -1, 0.0, 0, 0, 0.0)), [q, key, v, dout]
+    return problem_of(q, key, None, None, None, Rule(d**-0.5, True, -1, 0 if causal else -1, 0.0, 0, 0, 0.0)), [q, key, v, dout]
 
 
 def kernel_ms(call: Callable[[], Any], repeats: int = 10) -> dict[str, float]:

@@ -23,7 +23,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, n
     """
     if 0 in grid:
         return
-    if not args[0].is_cuda or torch.version.hip is not None:  # meta tensors, the interpreter, and AMD, which specialises on more
+    described = any(hasattr(a, "block_shape") for a in args)  # a tensor descriptor is encoded anew for each call, and is no key
+    if described or not args[0].is_cuda or torch.version.hip is not None:  # meta tensors, the interpreter; AMD specialises on more
         _start(kernel, grid, args, num_warps, num_stages, constants)
         return
     facts = [(a.dtype, a.data_ptr() % ALIGNMENT) if isinstance(a, torch.Tensor) else a for a in args]

@@ -58,7 +58,8 @@ def predict_us(p: AttentionProblem, device: Device, phase: str) -> float:
 
 
 def launch_fwd(
-    p: AttentionProblem, config: None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, keep: torch.Tensor | None,
+    p: AttentionProblem, config: None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+    keep: torch.Tensor | None,
     cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out, contiguous as q is shaped, and lse [B, H, S] or [H, S]."""
@@ -83,8 +84,10 @@ def launch_fwd(
 
 
 def launch_bwd(
-    p: AttentionProblem, config: None, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    mask: torch.Tensor | None, keep: torch.Tensor | None, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, state: torch.Tensor | None,
+    p: AttentionProblem, config: None, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None, keep: torch.Tensor | None, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None,
+    state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """dS = P (dP - delta), dP = drop(dout v^T), delta = rowsum(dout out); dq = scale dS k, dk = scale dS^T q, dv = drop(P)^T dout."""
     wide, masks = compute_dtype(q.dtype), _Masks(_by_key_head(p, mask), keep, state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -11,69 +11,23 @@ from torch.autograd.function import once_differentiable
 from ops_math import checks, settings
 from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
 from ops_math.ops.attention import op_drawn, plain
-from ops_math.ops.attention.problem import AttentionProblem
+from ops_math.ops.attention.problem import AttentionProblem, Rule, problem_of
 from ops_math.rng import Rng, state_for
 from ops_math.spec import compute_dtype
-from ops_math.spec import dtype_name as name_of
 
 Optional = torch.Tensor | None
 
 
-class Rule(NamedTuple):
-    """The scalar arguments of both dispatcher operators, in the order of their schemas."""
-
-    scale: float
-    bottom_right: bool
-    left: int
-    right: int
-    softcap: float
-    max_q: int
-    max_k: int
-    dropout_p: float
+def _problem_fwd(*args: Any) -> AttentionProblem:
+    q, k, _, mask, keep, cu_q, _, _, *rule = args
+    return problem_of(q, k, mask, keep, cu_q, Rule(*rule))
 
 
-def _problem(q: torch.Tensor, k: torch.Tensor, mask: Optional, keep: Optional, cu_q: Optional, rule: Rule) -> AttentionProblem:
-    batch, (q_len, heads, width), (k_len, kv_heads) = q.shape[0] if q.dim() == 4 else 1, q.shape[-3:], k.shape[-3:-1]
-    reach = max(q_len, k_len)
-    left, right = (-1 if bound >= reach else bound for bound in (rule.left, rule.right))
-    dtype = name_of(q.dtype)
-    return AttentionProblem(
-        batch, q_len, k_len, heads, kv_heads, width, dtype, settings.fp32_products() if dtype == "fp32" else "", rule.scale,
-        rule.bottom_right and not (cu_q is None and q_len == k_len), left, right, rule.softcap, name_of(mask.dtype) if mask is not None else "",
-        keep is not None, cu_q.shape[0] - 1 if cu_q is not None else -1, rule.max_q, rule.max_k, rule.dropout_p,
-    )  # fmt: skip
-
-
-def _problem_fwd(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: Optional,
-    keep: Optional,
-    cu_q: Optional,
-    cu_k: Optional,
-    state: Optional,
-    *rule: Any,
-) -> AttentionProblem:
-    return _problem(q, k, mask, keep, cu_q, Rule(*rule))
-
-
-def _problem_bwd(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    mask: Optional,
-    keep: Optional,
-    cu_q: Optional,
-    cu_k: Optional,
-    state: Optional,
-    *options: Any,
-) -> AttentionProblem:
-    *rule, packed_qkv, need_dq, need_dk, need_dv = options
-    return _problem(q, k, mask, keep, cu_q, Rule(*rule))._replace(packed_qkv=packed_qkv, need_dq=need_dq, need_dk=need_dk, need_dv=need_dv)
+def _problem_bwd(*args: Any) -> AttentionProblem:
+    _, *before, packed_qkv, need_dq, need_dk, need_dv = args
+    q, k, _, _, _, *rest = before
+    problem = _problem_fwd(q, k, None, *rest)
+    return problem._replace(packed_qkv=packed_qkv, need_dq=need_dq, need_dk=need_dk, need_dv=need_dv)
 
 
 def _fake_fwd(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
@@ -89,12 +43,13 @@ def _fake_bwd(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
 
 
 _MASKS = "Tensor? mask, Tensor? keep, Tensor? cu_q, Tensor? cu_k, Tensor? state, "
+_NEEDS = "bool packed_qkv, bool need_dq, bool need_dk, bool need_dv"
 _RULE = "float scale, bool bottom_right, int left, int right, float softcap, SymInt max_q, SymInt max_k, float dropout_p"
 OP = define(
     "attention",
     __package__,
     fwd=f"(Tensor q, Tensor k, Tensor v, {_MASKS}{_RULE}) -> (Tensor, Tensor)",
-    bwd=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASKS}{_RULE}, bool packed_qkv, bool need_dq, bool need_dk, bool need_dv) -> (Tensor, Tensor, Tensor)",
+    bwd=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASKS}{_RULE}, {_NEEDS}) -> (Tensor, Tensor, Tensor)",
     fake_fwd=_fake_fwd,
     fake_bwd=_fake_bwd,
     problem_fwd=_problem_fwd,
@@ -282,7 +237,8 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool | str = False, scale: float | None = None,
     window: tuple[int, int] | None = None, softcap: float | None = None, mask: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, dropout_p: float = 0.0, rng: Rng | None = None, return_lse: bool = False,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, dropout_p: float = 0.0, rng: Rng | None = None,
+    return_lse: bool = False,
 ) -> Any:  # fmt: skip
     """Scaled dot-product attention.
 
@@ -313,7 +269,7 @@ def attention(
         A row that sees no key gives 0 and -inf, and no gradient.
 
     Precision: products of operands in the storage dtype (probabilities and their gradients are rounded to it) with fp32 sums; softmax
-        in fp32. fp32 products multiply as `ops_math.precision` says; fp64 only in the eager implementation. Under autocast q, k, v are cast.
+        in fp32. fp32 products multiply as `ops_math.precision` says; fp64 is eager's. Autocast casts q, k, v.
     Determinism: our kernels level 1; of PyTorch's, the GPU backward level 0.
     Raises: ArgumentError for shapes, dtypes, devices or options that do not fit; UnsupportedError for a mask that requires a gradient.
     Source: Dao, FlashAttention-2, 2023; sliding window as in Beltagy et al., Longformer, 2020; backward derived in DESIGN.md.
@@ -374,7 +330,8 @@ def attention_qkv(
     qkv: torch.Tensor, *, num_heads: int, num_kv_heads: int | None = None, causal: bool | str = False, scale: float | None = None,
     window: tuple[int, int] | None = None, softcap: float | None = None, mask: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, dropout_p: float = 0.0, rng: Rng | None = None, return_lse: bool = False,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, dropout_p: float = 0.0, rng: Rng | None = None,
+    return_lse: bool = False,
 ) -> Any:  # fmt: skip
     """Self-attention on one packed projection, whose gradient comes back packed, written in place by the backward kernels.
 

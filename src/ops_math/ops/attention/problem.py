@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ops_math.spec import ITEM_SIZE, Call, Case, Cost
+from ops_math import settings
+from ops_math.spec import ITEM_SIZE, Call, Case, Cost, dtype_name
 
 
 class AttentionProblem(NamedTuple):
@@ -51,6 +52,35 @@ class AttentionProblem(NamedTuple):
     def empty(self) -> bool:
         """No query, or no key that one could see."""
         return 0 in (self.batch, self.q_len, self.k_len, self.heads, self.head_dim)
+
+
+class Rule(NamedTuple):
+    """The scalar arguments of both dispatcher operators, in the order of their schemas."""
+
+    scale: float
+    bottom_right: bool
+    left: int
+    right: int
+    softcap: float
+    max_q: int
+    max_k: int
+    dropout_p: float
+
+
+def problem_of(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, keep: torch.Tensor | None, cu_q: torch.Tensor | None, rule: Rule
+) -> AttentionProblem:
+    """The problem of a call; bounds that no query reaches are none, and aligned corners of a square are one."""
+    batch, (q_len, heads, width), (k_len, kv_heads) = q.shape[0] if q.dim() == 4 else 1, q.shape[-3:], k.shape[-3:-1]
+    reach = max(q_len, k_len)
+    left, right = (-1 if bound >= reach else bound for bound in (rule.left, rule.right))
+    dtype = dtype_name(q.dtype)
+    return AttentionProblem(
+        batch, q_len, k_len, heads, kv_heads, width, dtype, settings.fp32_products() if dtype == "fp32" else "", rule.scale,
+        rule.bottom_right and not (cu_q is None and q_len == k_len), left, right, rule.softcap,
+        dtype_name(mask.dtype) if mask is not None else "",
+        keep is not None, cu_q.shape[0] - 1 if cu_q is not None else -1, rule.max_q, rule.max_k, rule.dropout_p,
+    )  # fmt: skip
 
 
 def storage(p: AttentionProblem) -> str:
@@ -124,7 +154,7 @@ def _qkv(name: str, shape: tuple[int, ...], options: Any, **fields: Any) -> Case
     return Case(name, "attention_qkv", lambda d: Call((d.normal(*shape),), options(d)), **fields)
 
 
-def _documents(d: Any, *ends: int) -> torch.Tensor:
+def _ends(d: Any, *ends: int) -> torch.Tensor:
     return d.tensor([0, *ends], dtype=torch.int32)
 
 
@@ -132,47 +162,59 @@ def _padding(d: Any, lengths: tuple[int, ...], total: int) -> torch.Tensor:
     return d.tensor([[1 if j < n else 0 for j in range(total)] for n in lengths], dtype=torch.bool)
 
 
+_CAUSAL = {"causal": True}
+_NARROW = ("bf16", "fp16")
+_ENDS = (33, 33, 34, 70)  # lengths 33, 0, 1, 36
+
 CASES = (
-    _case("full", (2, 40, 2, 32), (2, 40, 2, 32)),
-    _case("causal, grouped", (1, 70, 4, 16), (1, 70, 2, 16), lambda d: {"causal": True}),
-    _case("causal, several tiles", (1, 150, 2, 64), (1, 150, 1, 64), lambda d: {"causal": True}),
-    _case("cross, more keys, bottom right", (1, 33, 2, 16), (1, 70, 2, 16), lambda d: {"causal": True}),
-    _case("cross, more keys, top left", (1, 33, 2, 16), (1, 70, 2, 16), lambda d: {"causal": "top_left"}),
-    _case("cross, more queries, bottom right: rows without a key", (1, 70, 2, 16), (1, 33, 2, 16), lambda d: {"causal": True}),
-    _case("cross, more queries, top left", (1, 70, 2, 16), (1, 33, 1, 16), lambda d: {"causal": "top_left"}),
-    _case("cross, full", (2, 17, 4, 24), (2, 45, 4, 24)),
-    _case("three heads a key head, width 40", (1, 31, 3, 40), (1, 31, 1, 40), lambda d: {"causal": True}),
-    _case("width 80, scale", (1, 31, 2, 80), (1, 31, 2, 80), lambda d: {"scale": 0.2}),
-    _case("width 128", (1, 66, 1, 128), (1, 66, 1, 128), lambda d: {"causal": True}),
-    _case("width 256", (1, 20, 1, 256), (1, 33, 1, 256)),
-    _case("sliding window", (1, 100, 2, 16), (1, 100, 1, 16), lambda d: {"causal": True, "window": (20, 0)}),
-    _case("window of one", (1, 50, 2, 16), (1, 50, 2, 16), lambda d: {"window": (0, 0)}),
-    _case("window both ways, cross", (1, 40, 2, 16), (1, 90, 2, 16), lambda d: {"window": (7, 11)}),
+    _case("full", (1, 40, 2, 32), (1, 40, 2, 32)),
+    _case("batch, causal, grouped", (2, 40, 4, 16), (2, 40, 2, 16), lambda d: _CAUSAL),
+    _case("causal, several tiles", (1, 150, 1, 64), (1, 150, 1, 64), lambda d: _CAUSAL),
+    _case("more keys, bottom right", (1, 33, 1, 16), (1, 70, 1, 16), lambda d: _CAUSAL),
+    _case("more keys, top left", (1, 33, 1, 16), (1, 70, 1, 16), lambda d: {"causal": "top_left"}),
+    _case("more queries, bottom right: rows without a key", (1, 70, 1, 16), (1, 33, 1, 16), lambda d: _CAUSAL),
+    _case("more queries, top left", (1, 70, 2, 16), (1, 33, 1, 16), lambda d: {"causal": "top_left"}),
+    _case("cross, full", (2, 17, 2, 24), (2, 45, 2, 24)),
+    _case("three heads a key head, width 40", (1, 31, 3, 40), (1, 31, 1, 40), lambda d: _CAUSAL),
+    _case("width 80, scale", (1, 31, 1, 80), (1, 31, 1, 80), lambda d: {"scale": 0.2}),
+    _case("width 128", (1, 66, 1, 128), (1, 66, 1, 128), lambda d: _CAUSAL),
+    # fp32 products on 256 columns spill registers whatever the tile is; width 128 stands for fp32
+    _case("width 256", (1, 20, 1, 256), (1, 33, 1, 256), dtypes=_NARROW),
+    _case("sliding window", (1, 100, 2, 16), (1, 100, 1, 16), lambda d: {**_CAUSAL, "window": (20, 0)}),
+    _case("window of one", (1, 50, 1, 16), (1, 50, 1, 16), lambda d: {"window": (0, 0)}),
+    _case("window both ways, cross", (1, 40, 1, 16), (1, 90, 1, 16), lambda d: {"window": (7, 11)}),
     _case("window to the right only", (1, 70, 1, 16), (1, 70, 1, 16), lambda d: {"window": (-1, 5)}),
-    _case("soft cap", (1, 50, 2, 32), (1, 50, 1, 32), lambda d: {"causal": True, "softcap": 5.0}, scale=2.0),
-    _case("confident", (1, 50, 2, 32), (1, 50, 2, 32), lambda d: {"causal": True}, scale=6.0, kind="confident"),
-    _case("key padding", (3, 35, 2, 16), (3, 35, 2, 16), lambda d: {"key_padding_mask": _padding(d, (35, 12, 0), 35)}),
-    _case("key padding, causal", (2, 70, 2, 16), (2, 70, 1, 16), lambda d: {"causal": True, "key_padding_mask": _padding(d, (70, 40), 70)}),
-    _case("additive mask", (2, 33, 2, 16), (2, 40, 2, 16), lambda d: {"mask": d.normal(1, 2, 33, 40)}, frozen=("mask",)),
-    _case("additive mask of fp32", (1, 33, 2, 16), (1, 40, 2, 16), lambda d: {"mask": d.normal(33, 40, dtype="fp32")}, frozen=("mask",), dtypes=("bf16", "fp16")),
-    _case("boolean mask, causal", (2, 40, 2, 16), (2, 40, 2, 16), lambda d: {"causal": True, "mask": d.bools(0.7, 2, 1, 40, 40)}),
-    _case("packed documents, one empty, one of one", (90, 2, 16), (90, 1, 16), lambda d: {"causal": True, "cu_seqlens_q": _documents(d, 37, 37, 38, 90)}),
-    _case("packed documents, cross", (60, 2, 16), (75, 2, 16), lambda d: {"cu_seqlens_q": _documents(d, 20, 60, 60), "cu_seqlens_k": _documents(d, 35, 35, 75)}),
-    _case("packed documents, window and soft cap", (80, 2, 16), (80, 2, 16), lambda d: {"causal": True, "window": (9, 0), "softcap": 3.0, "cu_seqlens_q": _documents(d, 30, 80)}),
-    _case("dropout", (2, 40, 2, 16), (2, 50, 2, 16), lambda d: {"dropout_p": 0.2, "rng": d.rng(3)}),
-    _case("dropout, causal, padded", (2, 40, 2, 16), (2, 40, 1, 16), lambda d: {"causal": True, "dropout_p": 0.1, "rng": d.rng(4), "key_padding_mask": _padding(d, (40, 25), 40)}),
-    _case("dropout, packed", (70, 2, 16), (70, 2, 16), lambda d: {"causal": True, "dropout_p": 0.3, "rng": d.rng(5), "cu_seqlens_q": _documents(d, 33, 70)}),
-    _case("log-sum-exp", (1, 40, 2, 16), (1, 40, 2, 16), lambda d: {"causal": True, "return_lse": True}),
+    _case("soft cap", (1, 50, 2, 32), (1, 50, 1, 32), lambda d: {**_CAUSAL, "softcap": 5.0}, scale=2.0),
+    _case("confident", (1, 50, 2, 32), (1, 50, 2, 32), lambda d: _CAUSAL, scale=6.0, kind="confident"),
+    _case("key padding", (3, 35, 1, 16), (3, 35, 1, 16), lambda d: {"key_padding_mask": _padding(d, (35, 12, 0), 35)}),
+    _case("key padding, causal", (2, 40, 2, 16), (2, 40, 1, 16), lambda d: {**_CAUSAL, "key_padding_mask": _padding(d, (40, 25), 40)}),
+    _case("additive mask", (1, 33, 2, 16), (1, 40, 2, 16), lambda d: {"mask": d.normal(1, 2, 33, 40)}, frozen=("mask",)),
+    _case("fp32 mask", (1, 33, 2, 16), (1, 40, 2, 16), lambda d: {"mask": d.normal(33, 40, dtype="fp32")}, frozen=("mask",),
+    dtypes=_NARROW),
+    _case("boolean mask, causal", (2, 40, 1, 16), (2, 40, 1, 16), lambda d: {**_CAUSAL, "mask": d.bools(0.7, 2, 1, 40, 40)}),
+    _case("packed documents, one empty, one of one", (70, 2, 16), (70, 1, 16), lambda d: {**_CAUSAL, "cu_seqlens_q": _ends(d, *_ENDS)}),
+    _case("packed documents, cross", (60, 1, 16), (75, 1, 16), lambda d: {"cu_seqlens_q": _ends(d, 20, 60, 60),
+    "cu_seqlens_k": _ends(d, 35, 35, 75)}),
+    _case("packed, window, soft cap", (80, 1, 16), (80, 1, 16), lambda d: {"window": (9, 0), "softcap": 3.0, "cu_seqlens_q": _ends(d,
+    30, 80)}),
+    _case("dropout", (2, 40, 1, 16), (2, 50, 1, 16), lambda d: {"dropout_p": 0.2, "rng": d.rng(3)}),
+    _case("dropout, causal, padded", (2, 40, 2, 16), (2, 40, 1, 16), lambda d: {**_CAUSAL, "dropout_p": 0.1, "rng": d.rng(4),
+    "key_padding_mask": _padding(d, (40, 25), 40)}),
+    _case("dropout, packed", (70, 1, 16), (70, 1, 16), lambda d: {**_CAUSAL, "dropout_p": 0.3, "rng": d.rng(5),
+    "cu_seqlens_q": _ends(d, *_ENDS)}),
+    _case("log-sum-exp", (1, 40, 2, 16), (1, 40, 2, 16), lambda d: {**_CAUSAL, "return_lse": True}),
     _case("no query", (1, 0, 2, 16), (1, 9, 2, 16)),
     _case("no key", (2, 9, 2, 16), (2, 0, 2, 16)),
-    _case("one query, one key", (1, 1, 1, 8), (1, 1, 1, 8), frozen=(0, 1)),  # d0 and d1 are zero but for rounding
+    # frozen: the gradients of q and k are zero but for rounding, which no budget relative to them can hold
+    _case("one query, one key", (1, 1, 1, 8), (1, 1, 1, 8), frozen=(0, 1)),
     _case("width that no kernel takes", (1, 9, 2, 12), (1, 9, 2, 12)),
-    _case("only the query learns", (1, 40, 2, 16), (1, 40, 1, 16), lambda d: {"causal": True}, frozen=(1, 2)),
-    _case("only key and value learn", (1, 40, 2, 16), (1, 40, 1, 16), lambda d: {"causal": True}, frozen=(0,)),
-    _case("4001 keys", (1, 5, 1, 16), (1, 4001, 1, 16), lambda d: {"causal": True}, small=False),
-    _case("long, grouped", (2, 300, 4, 64), (2, 300, 2, 64), lambda d: {"causal": True}, small=False),
-    _qkv("one projection", (2, 50, 6 * 16), lambda d: {"num_heads": 2, "causal": True}),
-    _qkv("one projection, grouped", (1, 70, 8 * 32), lambda d: {"num_heads": 4, "num_kv_heads": 2, "causal": True}),
-    _qkv("one projection, packed documents", (70, 4 * 16), lambda d: {"num_heads": 2, "num_kv_heads": 1, "causal": True, "cu_seqlens_q": _documents(d, 33, 70)}),
-    _qkv("one projection, padded", (2, 40, 6 * 16), lambda d: {"num_heads": 2, "key_padding_mask": _padding(d, (40, 25), 40)}),
+    _case("only the query learns", (1, 40, 2, 16), (1, 40, 1, 16), lambda d: _CAUSAL, frozen=(1, 2)),
+    _case("only key and value learn", (1, 40, 2, 16), (1, 40, 1, 16), lambda d: _CAUSAL, frozen=(0,)),
+    _case("4001 keys", (1, 5, 1, 16), (1, 4001, 1, 16), lambda d: _CAUSAL, small=False),
+    _case("long, grouped", (2, 300, 4, 64), (2, 300, 2, 64), lambda d: _CAUSAL, small=False),
+    _qkv("one projection", (1, 50, 6 * 16), lambda d: {"num_heads": 2, **_CAUSAL}),
+    _qkv("one projection, grouped", (1, 40, 8 * 32), lambda d: {"num_heads": 4, "num_kv_heads": 2, **_CAUSAL}),
+    _qkv("one projection, packed documents", (70, 4 * 16), lambda d: {"num_heads": 2, "num_kv_heads": 1, **_CAUSAL,
+    "cu_seqlens_q": _ends(d, *_ENDS)}),
+    _qkv("one projection, padded", (2, 40, 3 * 16), lambda d: {"num_heads": 1, "key_padding_mask": _padding(d, (40, 25), 40)}),
 )  # fmt: skip

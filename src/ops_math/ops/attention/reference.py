@@ -43,7 +43,8 @@ def attention_qkv(qkv: torch.Tensor, *, num_heads: int, num_kv_heads: int | None
 
 
 def _dense(
-    q_BSHD: torch.Tensor, k_BTKD: torch.Tensor, v_BTKD: torch.Tensor, mask: torch.Tensor | None, keep_BT: torch.Tensor | None, first_row: int,
+    q_BSHD: torch.Tensor, k_BTKD: torch.Tensor, v_BTKD: torch.Tensor, mask: torch.Tensor | None, keep_BT: torch.Tensor | None,
+    first_row: int,
     causal: bool | str, scale: float, window: tuple[int, int], softcap: float | None, dropout_p: float, state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     B, S, H, _ = q_BSHD.shape

@@ -41,24 +41,30 @@ class Backward(NamedTuple):
 
 # Best guess first. Keys: kernel and padded head width. Hopper and newer, older NVIDIA GPUs, AMD (all 16-bit), and fp32.
 HOPPER = {
-    ("fwd", 64): (Tile(128, 128, 8, 3, True), Tile(128, 128, 4, 3, True), Tile(128, 64, 4, 3, True), Tile(64, 64, 4, 3, True), Tile(128, 128, 8, 2)),
-    ("fwd", 128): (Tile(128, 128, 8, 2, True), Tile(128, 128, 8, 3, True), Tile(128, 64, 8, 3, True), Tile(128, 64, 4, 2, True), Tile(128, 64, 8, 3)),
+    ("fwd", 64): (Tile(128, 128, 8, 3, True), Tile(128, 128, 4, 3, True), Tile(128, 64, 4, 3, True), Tile(64, 64, 4, 3, True),
+    Tile(128, 128, 8, 2)),
+    ("fwd", 128): (Tile(128, 128, 8, 2, True), Tile(128, 128, 8, 3, True), Tile(128, 64, 8, 3, True), Tile(128, 64, 4, 2, True),
+    Tile(128, 64, 8, 3)),
     ("fwd", 256): (Tile(128, 64, 8, 2, True), Tile(64, 64, 4, 2, True), Tile(128, 32, 8, 3, True)),
-    ("dkdv", 64): (Tile(64, 128, 8, 3, True), Tile(64, 64, 4, 3, True), Tile(64, 128, 8, 2, True), Tile(128, 128, 8, 2, True), Tile(64, 64, 4, 2)),
-    ("dkdv", 128): (Tile(64, 128, 8, 2, True), Tile(64, 128, 8, 3, True), Tile(32, 128, 8, 3, True), Tile(64, 64, 4, 2, True), Tile(64, 128, 8, 2)),
-    ("dkdv", 256): (Tile(32, 64, 8, 2, True), Tile(64, 64, 8, 1, True), Tile(32, 64, 8, 1)),
-    ("dq", 64): (Tile(128, 64, 4, 3, True), Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 3, True), Tile(64, 64, 4, 3, True), Tile(128, 64, 8, 3)),
-    ("dq", 128): (Tile(128, 64, 8, 3, True), Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 2, True), Tile(64, 64, 4, 2, True), Tile(128, 64, 8, 2)),
+    ("dkdv", 64): (Tile(64, 128, 8, 3, True), Tile(64, 64, 4, 3, True), Tile(64, 128, 8, 2, True), Tile(128, 128, 8, 2, True), Tile(64,
+    64, 4, 2)),
+    ("dkdv", 128): (Tile(64, 128, 8, 2, True), Tile(64, 128, 8, 3, True), Tile(32, 128, 8, 3, True), Tile(64, 64, 4, 2, True), Tile(64,
+    128, 8, 2)),
+    ("dkdv", 256): (Tile(16, 64, 8, 2, True), Tile(32, 64, 8, 2, True), Tile(64, 64, 8, 1, True)),
+    ("dq", 64): (Tile(128, 64, 4, 3, True), Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 3, True), Tile(64, 64, 4, 3, True), Tile(128,
+    64, 8, 3)),
+    ("dq", 128): (Tile(128, 64, 8, 3, True), Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 2, True), Tile(64, 64, 4, 2, True), Tile(128,
+    64, 8, 2)),
     ("dq", 256): (Tile(64, 32, 8, 2, True), Tile(64, 64, 8, 1, True), Tile(64, 32, 8, 1)),
 }  # fmt: skip
 AMPERE = {
-    ("fwd", 64): (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)),
+    ("fwd", 64): (Tile(128, 64, 8, 3), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)),
     ("fwd", 128): (Tile(128, 64, 8, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 2)),
     ("fwd", 256): (Tile(64, 32, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
-    ("dkdv", 64): (Tile(64, 64, 4, 2), Tile(64, 128, 8, 2), Tile(32, 64, 4, 3)),
+    ("dkdv", 64): (Tile(32, 128, 8, 2), Tile(64, 128, 8, 2), Tile(32, 64, 4, 2)),
     ("dkdv", 128): (Tile(32, 64, 4, 2), Tile(64, 64, 8, 2), Tile(64, 128, 8, 1)),
     ("dkdv", 256): (Tile(32, 32, 8, 1), Tile(16, 32, 4, 1)),
-    ("dq", 64): (Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 32, 4, 3)),
+    ("dq", 64): (Tile(128, 32, 4, 3), Tile(128, 64, 8, 2), Tile(64, 32, 4, 3)),
     ("dq", 128): (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(128, 64, 8, 1)),
     ("dq", 256): (Tile(32, 32, 8, 1), Tile(32, 16, 4, 1)),
 }
@@ -78,10 +84,10 @@ WIDE = {
     ("fwd", 128): (Tile(32, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 16, 8, 1)),
     ("fwd", 256): (Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
     ("dkdv", 64): (Tile(32, 32, 8, 1), Tile(32, 32, 4, 2), Tile(16, 32, 4, 1)),
-    ("dkdv", 128): (Tile(16, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)),
+    ("dkdv", 128): (Tile(16, 16, 8, 1), Tile(16, 32, 8, 1), Tile(32, 32, 8, 1)),
     ("dkdv", 256): (Tile(16, 16, 8, 1),),
     ("dq", 64): (Tile(32, 32, 8, 1), Tile(32, 32, 4, 2), Tile(32, 16, 4, 1)),
-    ("dq", 128): (Tile(32, 16, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)),
+    ("dq", 128): (Tile(16, 16, 8, 1), Tile(32, 16, 8, 1), Tile(32, 32, 8, 1)),
     ("dq", 256): (Tile(16, 16, 8, 1),),
 }
 # The kernels with masks and dropout need registers for those: smaller tiles, on every NVIDIA GPU.
@@ -249,7 +255,8 @@ def launch_fwd(
     tiles, extra = _num_tiles(p, p.q_len, config.block_m), _lookup(p, q, *lookups)
     views = _views(p, config.view, config.block_n, k, v)
     launch(
-        _fwd_masked_kernel if _masked(p) else _fwd_kernel, (tiles * p.heads * p.batch,), q, k, v, *views, *extra.pointers, out, lse, tiles, *_sizes(p),
+        _fwd_masked_kernel if _masked(p) else _fwd_kernel, (tiles * p.heads * p.batch,), q, k, v, *views, *extra.pointers, out, lse,
+        tiles, *_sizes(p),
         *_strides(q), *_strides(k), *_strides(v), *extra.strides, *extra.scalars, **_features(p, views), **_shape(config),
     )  # fmt: skip
     return out, lse
@@ -276,7 +283,8 @@ def launch_bwd(
         dk, dv = (x if x.dim() > 1 else torch.empty(k.shape, dtype=k.dtype, device=k.device) for x in (dk, dv))
         views = _views(p, config.dkdv.view, config.dkdv.block_m, q, dout)
         launch(
-            _bwd_dkdv_masked_kernel if _masked(p) else _bwd_dkdv_kernel, (tiles * p.kv_heads * p.batch,), *inputs, *views, *extra.pointers, dk, dv,
+            _bwd_dkdv_masked_kernel if _masked(p) else _bwd_dkdv_kernel, (tiles * p.kv_heads * p.batch,), *inputs, *views,
+            *extra.pointers, dk, dv,
             tiles, *_sizes(p), *strides, *_strides(dk), *_strides(dv), *extra.scalars, **_features(p, views), **_shape(config.dkdv),
         )  # fmt: skip
     if p.need_dq:

@@ -57,8 +57,10 @@ def query_range(first, last, shift, q_len, left, right, LEFT: tl.constexpr, RIGH
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _bwd_dkdv_kernel(
-    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, q_view, dout_view, cu_q_ptr, cu_k_ptr, dk_ptr, dv_ptr, num_tiles, num_heads, group, q_len, k_len, documents, steps,
-    dout_stride_b, dout_stride_s, dout_stride_h, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
+    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, q_view, dout_view, cu_q_ptr, cu_k_ptr, dk_ptr, dv_ptr, num_tiles, num_heads,
+    group, q_len, k_len, documents, steps,
+    dout_stride_b, dout_stride_s, dout_stride_h, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b,
+    v_stride_s, v_stride_h,
     dk_stride_b, dk_stride_s, dk_stride_h, dv_stride_b, dv_stride_s, dv_stride_h, scale, softcap, align, left, right,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
@@ -132,8 +134,10 @@ def _bwd_dkdv_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _bwd_dq_kernel(
-    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, k_view, v_view, cu_q_ptr, cu_k_ptr, dq_ptr, num_tiles, num_heads, group, q_len, k_len, documents, steps,
-    dout_stride_b, dout_stride_s, dout_stride_h, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
+    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, k_view, v_view, cu_q_ptr, cu_k_ptr, dq_ptr, num_tiles, num_heads, group, q_len,
+    k_len, documents, steps,
+    dout_stride_b, dout_stride_s, dout_stride_h, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b,
+    v_stride_s, v_stride_h,
     dq_stride_b, dq_stride_s, dq_stride_h, scale, softcap, align, left, right,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,

@@ -16,7 +16,8 @@ from ops_math.ops.attention.triton_gpu_masked_fwd import hide_scores, kept_keys,
 def _bwd_dkdv_masked_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, mask_ptr, keep_ptr, cu_q_ptr, cu_k_ptr, state_ptr, dk_ptr, dv_ptr,
     num_tiles, num_heads, group, q_len, k_len, documents, steps,
-    dout_stride_b, dout_stride_s, dout_stride_h, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
+    dout_stride_b, dout_stride_s, dout_stride_h, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b,
+    v_stride_s, v_stride_h,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, keep_stride_b, keep_stride_k,
     dk_stride_b, dk_stride_s, dk_stride_h, dv_stride_b, dv_stride_s, dv_stride_h, scale, softcap, align, left, right, threshold, raised,
     MASK: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
@@ -60,7 +61,8 @@ def _bwd_dkdv_masked_kernel(
             delta = tl.load(delta_ptr + row_of + rows, mask=rows < q_len, other=0.0)
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             x, slope = hide_scores(
-                s, rows[None, :], keys[:, None], kept[:, None], shift, q_len, k_len, left, right, scale, softcap, mask_base, mask_stride_q, mask_stride_k, MASK, SOFTCAP
+                s, rows[None, :], keys[:, None], kept[:, None], shift, q_len, k_len, left, right, scale, softcap, mask_base,
+                mask_stride_q, mask_stride_k, MASK, SOFTCAP
             )  # fmt: skip
             p = tl.exp2(x * LOG2E - offset[None, :])
             dout = load_rows(dout_ptrs, tl.cast(start, tl.int64) * dout_stride_s, rows, q_len, cols, True, WIDTH, BLOCK_D)
@@ -92,7 +94,8 @@ def _bwd_dkdv_masked_kernel(
 def _bwd_dq_masked_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, mask_ptr, keep_ptr, cu_q_ptr, cu_k_ptr, state_ptr, dq_ptr,
     num_tiles, num_heads, group, q_len, k_len, documents, steps,
-    dout_stride_b, dout_stride_s, dout_stride_h, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
+    dout_stride_b, dout_stride_s, dout_stride_h, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b,
+    v_stride_s, v_stride_h,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, keep_stride_b, keep_stride_k,
     dq_stride_b, dq_stride_s, dq_stride_h, scale, softcap, align, left, right, threshold, raised,
     MASK: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
@@ -143,7 +146,8 @@ def _bwd_dq_masked_kernel(
         k = load_kept(k_ptrs, tl.cast(start, tl.int64) * k_stride_s, kept, cols, WIDTH, BLOCK_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         x, slope = hide_scores(
-            s, rows[:, None], keys[None, :], kept[None, :], shift, q_len, k_len, left, right, scale, softcap, mask_base, mask_stride_q, mask_stride_k, MASK, SOFTCAP
+            s, rows[:, None], keys[None, :], kept[None, :], shift, q_len, k_len, left, right, scale, softcap, mask_base, mask_stride_q,
+            mask_stride_k, MASK, SOFTCAP
         )  # fmt: skip
         p = tl.exp2(x * LOG2E - offset[:, None])
         v = load_kept(v_ptrs, tl.cast(start, tl.int64) * v_stride_s, kept, cols, WIDTH, BLOCK_D)

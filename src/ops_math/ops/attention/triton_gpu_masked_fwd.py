@@ -31,7 +31,8 @@ def load_kept(ptrs, offset, kept, cols, WIDTH: tl.constexpr, BLOCK_D: tl.constex
 
 @triton.jit
 def hide_scores(
-    s, rows, keys, kept, shift, q_len, k_len, left, right, scale, softcap, mask_ptr, mask_stride_q, mask_stride_k, MASK: tl.constexpr, SOFTCAP: tl.constexpr
+    s, rows, keys, kept, shift, q_len, k_len, left, right, scale, softcap, mask_ptr, mask_stride_q, mask_stride_k, MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr
 ):  # fmt: skip
     """Scores, -inf where hidden, and the slope of the soft cap. rows and keys are a column and a row, or a row and a column."""
     x = s * scale
@@ -55,7 +56,8 @@ def hide_scores(
 
 @triton.jit(do_not_specialize=(*LENGTHS, "threshold"))
 def _fwd_masked_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, keep_ptr, cu_q_ptr, cu_k_ptr, state_ptr, out_ptr, lse_ptr, num_tiles, num_heads, group, q_len, k_len, documents, steps,
+    q_ptr, k_ptr, v_ptr, mask_ptr, keep_ptr, cu_q_ptr, cu_k_ptr, state_ptr, out_ptr, lse_ptr, num_tiles, num_heads, group, q_len,
+    k_len, documents, steps,
     q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, keep_stride_b, keep_stride_k,
     scale, softcap, align, left, right, threshold, raised,
@@ -102,8 +104,9 @@ def _fwd_masked_kernel(
         kept = kept_keys(keep_ptr + batch * keep_stride_b, keep_stride_k, keys, k_len, PADDING)
         k = load_kept(k_ptrs, tl.cast(start, tl.int64) * k_stride_s, kept, cols, WIDTH, BLOCK_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        x, slope = hide_scores(
-            s, rows[:, None], keys[None, :], kept[None, :], shift, q_len, k_len, left, right, scale, softcap, mask_base, mask_stride_q, mask_stride_k, MASK, SOFTCAP
+        x, _slope = hide_scores(
+            s, rows[:, None], keys[None, :], kept[None, :], shift, q_len, k_len, left, right, scale, softcap, mask_base, mask_stride_q,
+            mask_stride_k, MASK, SOFTCAP
         )  # fmt: skip
         e, shrink, top, total = softmax_step(x, LOG2E, top, total)
         if DROPOUT:
