@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from ops_math.ops.glu.eager import activate, chunks, differentiate, target
+from ops_math.ops.glu.eager import activate, chunks, differentiate, store, target, whole, wide
 from ops_math.ops.glu.problem_gelu import GeluProblem, cost
 from ops_math.spec import DTYPE_OF, Device, compute_dtype
 
@@ -17,9 +19,21 @@ def predict_us(p: GeluProblem, device: Device, phase: str) -> float:
     return cost(p, phase).bytes * passes / (device.bandwidth_gbs * 1e3) + 4 * device.launch_us
 
 
-def _shifted(x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """x + bias in the dtype of arithmetic."""
-    return x.to(dtype) if bias is None else torch.add(x, bias)
+def _shifted(x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, out: torch.Tensor) -> torch.Tensor:
+    """x + bias in the dtype of arithmetic, in `out`; x itself, dense, without a bias."""
+    if bias is None:
+        return wide(x, dtype)
+    return torch.add(x, bias, out=out) if x.dtype == dtype else out.copy_(x).add_(bias)
+
+
+def _pieces(
+    p: GeluProblem, bias: torch.Tensor | None, dtype: torch.dtype, tensors: list[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The tensors as matrices: whole, or in chunks where they must be converted."""
+    rows = [t.reshape(p.rows, p.cols) for t in tensors]
+    if whole(dtype, rows):
+        return iter((tuple(rows),))
+    return chunks(p.rows, p.cols, rows, flat=bias is None)
 
 
 def launch_fwd(p: GeluProblem, config: None, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -27,12 +41,10 @@ def launch_fwd(p: GeluProblem, config: None, x: torch.Tensor, bias: torch.Tensor
     dtype = compute_dtype(x.dtype)
     wide_bias = None if bias is None else bias.to(dtype)
     y = torch.empty(x.shape, dtype=DTYPE_OF[p.out], device=x.device)
-    rows = x.reshape(p.rows, p.cols), y.view(p.rows, p.cols)
-    for x_part, y_part in chunks(p.rows, p.cols, dtype, rows, flat=bias is None):
-        wide = target(y_part, dtype)
-        activate(ACTIVATION[p.approximate], _shifted(x_part, wide_bias, dtype), wide)
-        if wide is not y_part:
-            y_part.copy_(wide)
+    for x_part, y_part in _pieces(p, bias, dtype, [x, y]):
+        made = target(y_part, dtype)
+        activate(ACTIVATION[p.approximate], _shifted(x_part, wide_bias, dtype, made), made)
+        store(y_part, made)
     return y
 
 
@@ -42,22 +54,19 @@ def launch_bwd(
     """dx, dbias and y; empty where not asked for."""
     dtype = compute_dtype(x.dtype)
     wide_bias = None if bias is None else bias.to(dtype)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if p.need_dx else x.new_empty(0)
-    y = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if p.need_y else dy.new_empty(0)
+    dx = torch.empty(x.shape if p.need_dx else (0,), dtype=x.dtype, device=x.device)
+    y = torch.empty(dy.shape if p.need_y else (0,), dtype=dy.dtype, device=dy.device)
     dbias = torch.zeros(p.cols, dtype=dtype, device=x.device) if p.need_dbias else None
-    tensors = (dy, x, *([dx] if p.need_dx else []), *([y] if p.need_y else []))
-    for parts in chunks(p.rows, p.cols, dtype, [t.reshape(p.rows, p.cols) for t in tensors], flat=bias is None):
-        z = _shifted(parts[1], wide_bias, dtype)
-        act = target(parts[-1], dtype) if p.need_y else None
+    for dy_part, x_part, *parts in _pieces(p, bias, dtype, [dy, x, *([dx] if p.need_dx else []), *([y] if p.need_y else [])]):
+        made = [target(t, dtype) for t in parts]
+        grad = made[0] if p.need_dx else torch.empty(x_part.shape, dtype=dtype, device=x.device)  # until it is made, x + bias
+        z = _shifted(x_part, wide_bias, dtype, grad)
+        if p.need_y:
+            activate(ACTIVATION[p.approximate], z, made[-1])
         if p.need_dx or dbias is not None:
-            wide = target(parts[2], dtype) if p.need_dx else torch.empty(z.shape, dtype=dtype, device=z.device)
-            differentiate(ACTIVATION[p.approximate], wide.copy_(parts[0]), z, act)
-            if dbias is not None:
-                dbias += wide.sum(0)
-            if p.need_dx and wide is not parts[2]:
-                parts[2].copy_(wide)
-        elif act is not None:
-            activate(ACTIVATION[p.approximate], z, act)
-        if act is not None and act is not parts[-1]:
-            parts[-1].copy_(act)
+            differentiate(ACTIVATION[p.approximate], wide(dy_part, dtype), z, grad)
+        if dbias is not None:
+            dbias += grad.sum(0)
+        for t, m in zip(parts, made, strict=True):
+            store(t, m)
     return dx, x.new_empty(0) if dbias is None or bias is None else dbias.to(bias.dtype), y
