@@ -78,3 +78,10 @@ def widens(name: str, device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+@lru_cache(maxsize=1)
+def fast_bf16_products() -> bool:
+    """Whether this CPU multiplies bf16 matrices by instructions made for it, several times faster than fp32 ones."""
+    answers = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    return any(bool(ask()) for ask in answers if ask is not None)
