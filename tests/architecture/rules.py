@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -108,30 +109,33 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 }
 
 
+def imports(source: Source) -> Iterator[Import]:
+    """Every import of a file, absolute, and whether importing the file runs it (not in a function, not for type checkers)."""
+    return _imports_below(source.tree, source.path.with_suffix("").parts, True)
+
+
+@functools.cache
 def parse(path: str, text: str) -> Source:
     """Read one file."""
     return Source(PurePosixPath(path), text, ast.parse(text))
 
 
-def imports(source: Source) -> Iterator[Import]:
-    """Every import of a file, absolute, and whether importing the file runs it (not in a function, not for type checkers)."""
-    parents = source.path.with_suffix("").parts
-    deferred = {id(node) for scope in ast.walk(source.tree) if _defers(scope) for node in ast.walk(scope)}
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(alias.name, None, node.lineno, id(node) not in deferred)
-        elif isinstance(node, ast.ImportFrom):
-            base = parents[: len(parents) - node.level] if node.level else ()
-            module = ".".join((*base, node.module) if node.module else base)
-            for alias in node.names:
-                yield Import(module, alias.name, node.lineno, id(node) not in deferred)
+def _imports_below(node: ast.AST, parents: tuple[str, ...], at_import_time: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, None, child.lineno, at_import_time) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            base = parents[: len(parents) - child.level] if child.level else ()
+            module = ".".join((*base, child.module) if child.module else base)
+            yield from (Import(module, alias.name, child.lineno, at_import_time) for alias in child.names)
+        elif not isinstance(child, ast.expr):
+            yield from _imports_below(child, parents, at_import_time and not _defers(child))
 
 
 def _defers(node: ast.AST) -> bool:
     if isinstance(node, ast.If):
         return "TYPE_CHECKING" in ast.unparse(node.test)
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
 def _own_modules(found: Import) -> tuple[str, ...]:

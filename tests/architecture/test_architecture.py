@@ -1,6 +1,7 @@
 """The tree keeps to the architecture: who may import whom, file names, sizes, and an import that costs nothing."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path, PurePosixPath
@@ -14,6 +15,7 @@ SRC = ROOT / "src"
 SIZE_RULES = (rules.file_name, rules.file_length, rules.function_length)
 
 
+@functools.cache
 def sources(*folders: str) -> list[rules.Source]:
     """Every Python file below `src` (named from there), or below other folders (named from the root)."""
     base = ROOT if folders else SRC

@@ -70,8 +70,9 @@ def test_a_cell_tells_all_some_and_none_apart(posed, support, reasons):
     ("support", "short"),
     [
         (("all", "all", "all", "none"), "eager"),
-        (("all", "all", "all", "all"), "eager + fp64"),
+        (("all", "all", "all", "all"), "eager⁺"),
         (("some", "all", "all", "none"), r"eager\*"),
+        (("some", "all", "all", "some"), r"eager⁺\*"),
         (("none", "all", "all", "none"), "eager (bf16 fp16)"),
         (("none", "none", "none", "none"), ""),
     ],

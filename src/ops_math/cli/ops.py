@@ -92,7 +92,7 @@ def in_short(name: str, support: dict[str, str]) -> str:
         return ""
     star = r"\*" if "some" in support.values() else ""
     if tuple(taken) == DTYPES:
-        return f"{name}{star} + fp64"
+        return f"{name}⁺{star}"
     return f"{name}{star}" if tuple(taken) == EVERYDAY else f"{name}{star} ({' '.join(taken)})"
 
 
@@ -107,8 +107,8 @@ def markdown(cells: list[Cell]) -> str:
             columns.append(", ".join(filter(None, (in_short(name, groups[operator.name, name, kind]) for name in names))) or "no")
         lines.append("| " + ", ".join(f"`{name}`" for name in operator.public) + " | " + " | ".join(columns) + " |")
     legend = (
-        "`vendor`: PyTorch's own kernels; `eager`: plain PyTorch. fp32, bf16 and fp16 unless said. "
-        r"\* not every call: `ops-math ops --json` gives the reasons."
+        "`vendor`: PyTorch's own kernels; `eager`: plain PyTorch. fp32, bf16 and fp16 unless said; ⁺ fp64 too; "
+        r"\* not every call, and `ops-math ops --json` gives the reasons."
     )
     return "\n".join([*lines, "", legend])
 
