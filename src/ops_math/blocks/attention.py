@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ops_math import settings
 from ops_math.blocks.parts import Part
-from ops_math.blocks.products import Affine, products
+from ops_math.blocks.products import Affine, packed_product, packs, products
 from ops_math.ops.attention.op import attention, attention_qkv
 from ops_math.ops.rope.op import rope
 from ops_math.rng import Rng
@@ -237,7 +237,9 @@ def read(part: Part, module: Any, kwargs: dict[str, Any], x: torch.Tensor) -> Re
 
 
 def _products(x: torch.Tensor, affines: tuple[Affine, ...]) -> tuple[torch.Tensor, ...]:
-    return products(x, affines) if settings.active() else tuple(F.linear(x, w, b) for w, b in affines)
+    if not settings.active():
+        return tuple(F.linear(x, w, b) for w, b in affines)
+    return packed_product(x, affines) if len(affines) > 1 and packs(x, affines) else products(x, affines)
 
 
 def _arguments(heads: Heads, options: Options, rng: Rng | None) -> dict[str, Any]:

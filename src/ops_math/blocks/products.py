@@ -97,6 +97,50 @@ def products(x: torch.Tensor, affines: tuple[Affine, ...]) -> tuple[torch.Tensor
     return tuple(F.linear(x, w, b) for w, b in affines)
 
 
+class _PackedProduct(torch.autograd.Function):
+    """y = x [w_1; w_2; ...]^T + [b_1; b_2; ...] where the weights are cast anyway, into one packed buffer; saves x and that buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype, *affines: torch.Tensor | None) -> torch.Tensor:
+        wide, weights, biases = _as(x, dtype), affines[::2], [b for b in affines[1::2] if b is not None]
+        cast = _cast((*weights, *biases), dtype)
+        rows = [w.shape[0] for w in cast[: len(weights)]]
+        packed = cast[0].as_strided((sum(rows), x.shape[-1]), (x.shape[-1], 1))
+        bias = cast[len(weights)].as_strided((sum(rows),), (1,)) if biases else None
+        ctx.save_for_backward(wide, packed)
+        ctx.dtypes, ctx.x_dtype, ctx.rows = _dtypes(affines), x.dtype, rows
+        return F.linear(wide, packed, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, packed = ctx.saved_tensors
+        need_x, _, *needed = ctx.needs_input_grad
+        dy_MN = _rows(dy)
+        dx = (dy_MN @ packed).view(x.shape).to(ctx.x_dtype) if need_x else None
+        dws = _weight_grad(dy_MN, _rows(x), ctx.dtypes[0]).split(ctx.rows) if any(needed[::2]) else ()
+        dbs = _bias_grad(dy_MN, ctx.dtypes[1]).split(ctx.rows) if any(needed[1::2]) else ()
+        grads = [(dws, dbs)[i % 2][i // 2] if need else None for i, need in enumerate(needed)]
+        return dx, None, *grads
+
+
+def packs(x: torch.Tensor, affines: tuple[Affine, ...]) -> bool:
+    """Whether these products can be one without a copy more: their fp32 weights are cast for autocast at this call anyway."""
+    dtype = product_dtype(x)
+    if dtype is None or not features.copies_together(x.device) or len({b is None for _, b in affines}) > 1:
+        return False
+    return all(t.dtype == torch.float32 and t.dtype != dtype and t.requires_grad for pair in affines for t in pair if t is not None)
+
+
+def packed_product(x: torch.Tensor, affines: tuple[Affine, ...]) -> tuple[torch.Tensor, ...]:
+    """As `products`, computed as one; the results are views of one tensor. Ask `packs` first."""
+    flat = [t for pair in affines for t in pair]
+    y = apply(_PackedProduct, x, product_dtype(x), *flat) if needs_grad(x, *flat) else None
+    if y is None:
+        return products(x, affines)
+    return y.split([w.shape[0] for w, _ in affines], -1)  # type: ignore[no-any-return]
+
+
 class _GatedMlp(torch.autograd.Function):
     """out = (act(x wg^T) * (x wu^T)) wd^T; saves x, gate and up.
 
