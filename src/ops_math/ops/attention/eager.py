@@ -71,7 +71,7 @@ def launch_fwd(
         keys, values = _keys(block, k_BKTD, keep, wide), _keys(block, v_BKTD, keep, wide)
         for rows in _row_blocks(p, block):
             here = (block.batch, block.heads, slice(None), slice(block.q0 + rows.start, block.q0 + rows.stop))
-            scores, _ = _scores(p, block, rows, q_BKGSD[here].to(wide), keys, masks)
+            scores, _ = _scores(p, block, rows, _dense(q_BKGSD[here], wide), keys, masks)
             top = scores.amax(-1, keepdim=True) if rows.high > rows.low else scores.new_full((*scores.shape[:-1], 1), -math.inf)
             top.masked_fill_(top == -math.inf, 0.0)
             e = scores.sub_(top).exp_()
@@ -100,7 +100,7 @@ def launch_bwd(
         dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
         for rows in _row_blocks(p, block):
             here = (block.batch, block.heads, slice(None), slice(block.q0 + rows.start, block.q0 + rows.stop))
-            query, grad, seen = q_BKGSD[here].to(wide), dout_BKGSD[here].to(wide), slice(rows.low, rows.high)
+            query, grad, seen = _dense(q_BKGSD[here], wide), _dense(dout_BKGSD[here], wide), slice(rows.low, rows.high)
             scores, slope = _scores(p, block, rows, query, keys, masks)
             known = lse_BKGS[here][..., None]
             prob = scores.sub_(known.masked_fill(known == -math.inf, math.inf)).exp_()
@@ -167,9 +167,14 @@ def _row_blocks(p: AttentionProblem, block: _Heads) -> Iterator[_Rows]:
         yield _Rows(start, stop, low, high, shift)
 
 
+def _dense(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In the dtype of arithmetic and contiguous: a product's order of sums may depend on strides."""
+    return x.to(dtype).contiguous()
+
+
 def _keys(block: _Heads, x_BKTD: torch.Tensor, keep: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Keys or values of a block, dense, in the dtype of arithmetic; padding as zeros, since it may hold anything, NaN too."""
-    x = x_BKTD[block.batch, block.heads, block.k0 : block.k1].to(dtype).contiguous()
+    x = _dense(x_BKTD[block.batch, block.heads, block.k0 : block.k1], dtype)
     return x if keep is None else x.masked_fill(~keep[block.batch, None, :, None], 0.0)
 
 
