@@ -6,7 +6,10 @@ Importing this package registers operators with PyTorch and does nothing else: n
 from ops_math._version import __version__
 from ops_math.blocks.recognise import PartReport, part_of
 from ops_math.blocks.residual import Unsummed, residual_attention, residual_mlp, residual_norm
-from ops_math.checks import ArgumentError, UnsupportedError
+from ops_math.catalog import public_functions as _public_functions
+from ops_math.checks import ArgumentError, BudgetError, UnsupportedError
+from ops_math.debug import debug
+from ops_math.debug import observed as _observed
 from ops_math.ops.attention.op import attention, attention_qkv
 from ops_math.ops.cross_entropy.op import cross_entropy
 from ops_math.ops.cross_entropy.op_linear import linear_cross_entropy
@@ -24,6 +27,7 @@ from ops_math.stats import reset_stats, stats
 
 __all__ = [
     "ArgumentError",
+    "BudgetError",
     "PartReport",
     "Rng",
     "Unsummed",
@@ -35,6 +39,7 @@ __all__ = [
     "attention_qkv",
     "checked",
     "cross_entropy",
+    "debug",
     "determinism",
     "dropout",
     "enabled",
@@ -59,3 +64,6 @@ __all__ = [
     "swiglu",
     "swiglu_packed",
 ]
+
+for _name in _public_functions():  # `om.debug` sees calls of the public operators; off, it costs one test of an attribute
+    globals()[_name] = _observed(globals()[_name])

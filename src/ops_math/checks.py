@@ -216,3 +216,13 @@ def positions(operator: str, low: int, high: int, num_rows: int) -> None:
     if low < 0 or high >= num_rows:
         outside = low if low < 0 else high
         fail(operator, "position_ids", f"at least 0 and below {num_rows}, the tables' rows", f"a position of {outside}", "Make longer tables or check the positions.")
+
+
+class BudgetError(RuntimeError):
+    """A fused call whose error is outside its budget, found by `ops_math.debug`."""
+
+
+def outside_budget(what: str) -> NoReturn:
+    """Raise a `BudgetError`."""
+    do = "Switch the operator off with ops_math.enabled(False), and report the call with its shapes."
+    raise BudgetError(f"outside the error budget:\n{what}\n{do}")

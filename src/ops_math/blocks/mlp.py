@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ops_math import settings
 from ops_math.blocks.attention import affine, drop_chance
 from ops_math.blocks.parts import Part
 from ops_math.blocks.products import Affine, gated_mlp, gelu_mlp, products
@@ -113,6 +114,8 @@ def read(part: Part, module: Any, kwargs: dict[str, Any]) -> Layers | str:
 
 def transform(layers: Layers, h: torch.Tensor, rng: Rng | None) -> torch.Tensor:
     """The branch of normalised input `h` [..., C], shaped as `h`."""
+    if not settings.active():
+        return _written_out(layers, h, rng)
     if layers.gate is not None:
         return gated_mlp(h, layers.gate, layers.up, layers.down, layers.activation)
     p = layers.inner_dropout_p
@@ -121,3 +124,19 @@ def transform(layers: Layers, h: torch.Tensor, rng: Rng | None) -> torch.Tensor:
         return products(dropout(act, p, rng=rng) if p else act, (layers.down,))[0]
     state = state_for("residual_mlp", rng, h.device) if p else None
     return gelu_mlp(h, layers.up, layers.down, "tanh" if layers.activation == "gelu_tanh" else "none", state, p)
+
+
+_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def _written_out(layers: Layers, h: torch.Tensor, rng: Rng | None) -> torch.Tensor:
+    """The same in plain PyTorch, with the same random numbers."""
+    up = F.linear(h, *layers.up)
+    act = _FUNCTIONS[layers.activation](up if layers.gate is None else F.linear(h, *layers.gate))
+    act = act if layers.gate is None else act * up
+    return F.linear(dropout(act, layers.inner_dropout_p, rng=rng) if layers.inner_dropout_p else act, *layers.down)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ops_math import settings
 from ops_math.blocks import recognise
 from ops_math.ops.dropout.op import dropout
 from ops_math.ops.layer_norm.op import add_layer_norm, layer_norm
@@ -41,11 +42,17 @@ def read(module: Any, x: torch.Tensor) -> Norm | str:
     return Norm(kind, held.get("weight"), held.get("bias"), eps, own("weight_offset", 0.0))
 
 
+def _observed(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """An operator's result, seen by the debugger where one is on."""
+    debugger = settings.STATE.debug
+    return function(*args, **kwargs) if debugger is None else debugger.operator(function, args, kwargs)
+
+
 def normalise(norm: Norm, x: torch.Tensor) -> torch.Tensor:
     """norm(x)."""
     if norm.kind == "rms_norm":
-        return rms_norm(x, norm.weight, eps=norm.eps, weight_offset=norm.weight_offset)
-    return layer_norm(x, norm.weight, norm.bias, eps=norm.eps)
+        return _observed(rms_norm, x, norm.weight, eps=norm.eps, weight_offset=norm.weight_offset)
+    return _observed(layer_norm, x, norm.weight, norm.bias, eps=norm.eps)
 
 
 def add_and_normalise(
@@ -53,8 +60,8 @@ def add_and_normalise(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(s, norm(s)) with s = x + dropout(branch)."""
     if norm.kind == "rms_norm":
-        branch = dropout(branch, dropout_p, rng=rng) if dropout_p else branch
-        y, total = add_rms_norm(branch, x, norm.weight, eps=norm.eps, weight_offset=norm.weight_offset)
+        branch = _observed(dropout, branch, dropout_p, rng=rng) if dropout_p else branch
+        y, total = _observed(add_rms_norm, branch, x, norm.weight, eps=norm.eps, weight_offset=norm.weight_offset)
     else:
-        y, total = add_layer_norm(branch, x, norm.weight, norm.bias, eps=norm.eps, dropout_p=dropout_p, rng=rng)
+        y, total = _observed(add_layer_norm, branch, x, norm.weight, norm.bias, eps=norm.eps, dropout_p=dropout_p, rng=rng)
     return total, y

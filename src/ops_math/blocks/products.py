@@ -50,7 +50,7 @@ def _rows(t: torch.Tensor) -> torch.Tensor:
 def _weight_grad(dy_MN: torch.Tensor, x_MK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """dy^T x; an fp32 weight's gradient comes out of the product in fp32, unrounded, where the device can."""
     if dtype == torch.float32 != dy_MN.dtype and not torch.compiler.is_compiling() and features.widens("mm", dy_MN.device):
-        return features.aten("mm", "dtype")(dy_MN.t(), x_MK, dtype)  # type: ignore[no-any-return]
+        return features.aten("mm", "dtype")(dy_MN.t(), x_MK, dtype)
     return (dy_MN.t() @ x_MK).to(dtype)
 
 
@@ -93,7 +93,7 @@ def products(x: torch.Tensor, affines: tuple[Affine, ...]) -> tuple[torch.Tensor
     """The products of `x` [..., K] with several weights [N_i, K], biases added: [..., N_i] each."""
     flat = [t for pair in affines for t in pair]
     if needs_grad(x, *flat):
-        return apply(_Products, x, product_dtype(x), *flat)  # type: ignore[no-any-return]
+        return apply(_Products, x, product_dtype(x), *flat)
     return tuple(F.linear(x, w, b) for w, b in affines)
 
 
@@ -138,7 +138,7 @@ def packed_product(x: torch.Tensor, affines: tuple[Affine, ...]) -> tuple[torch.
     y = apply(_PackedProduct, x, product_dtype(x), *flat) if needs_grad(x, *flat) else None
     if y is None:
         return products(x, affines)
-    return y.split([w.shape[0] for w, _ in affines], -1)  # type: ignore[no-any-return]
+    return y.split([w.shape[0] for w, _ in affines], -1)
 
 
 class _GatedMlp(torch.autograd.Function):
@@ -182,7 +182,7 @@ def gated_mlp(x: torch.Tensor, gate: Affine, up: Affine, down: Affine, activatio
     """`down(act(gate(x)) * up(x))` of `x` [..., K]; `activation` is silu, gelu or gelu_tanh."""
     flat = (*gate, *up, *down)
     if needs_grad(x, *flat):
-        return apply(_GatedMlp, x, product_dtype(x), activation, *flat)  # type: ignore[no-any-return]
+        return apply(_GatedMlp, x, product_dtype(x), activation, *flat)
     g, u = F.linear(x, *gate), F.linear(x, *up)
     return F.linear(GLU.fwd(g, u, activation, "", False, g.dtype)[0], *down)
 
@@ -235,6 +235,6 @@ def gelu_mlp(
     """`second(dropout(gelu(first(x))))` of `x` [..., K]; `state` is that of the dropout's random numbers, None for no dropout."""
     flat = (*first, *second)
     if needs_grad(x, *flat):
-        return apply(_GeluMlp, x, product_dtype(x), approximate, state, p, *flat)  # type: ignore[no-any-return]
+        return apply(_GeluMlp, x, product_dtype(x), approximate, state, p, *flat)
     h = F.linear(x, first[0])
     return F.linear(_dropped(GELU.fwd(h, first[1], approximate, h.dtype), state, p), *second)

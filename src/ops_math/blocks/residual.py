@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ops_math import checks, settings, stats
-from ops_math.blocks import attention, mlp, norms, recognise
+from ops_math.blocks import attention, mlp, norms, recognise, replay
 from ops_math.blocks.parts import BLOCK_KEYWORDS
 from ops_math.ops.dropout.op import dropout
 from ops_math.rng import Rng
@@ -154,86 +154,111 @@ def _run_mlp(module: Any, h: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tens
     return _first(module(h, **kwargs))
 
 
-def _attention_branch(site: str, attn: Any, kwargs: dict[str, Any], h: torch.Tensor, rng: Rng | None) -> _Branch | None:
-    """The fused branch; None where the module runs as it is, which is noted with the reason."""
-    extended = [n for n in kwargs if n in BLOCK_KEYWORDS and kwargs[n] is not None]
-    if not settings.active() and not extended:
-        return None
+def _read_attention(site: str, attn: Any, kwargs: dict[str, Any], h: torch.Tensor) -> attention.Reading | str:
+    """What the fused way needs of the module, or why the module runs as it is."""
     if not recognise.sound(attn, attention.KINDS, "attention"):
-        _note_unless_off(site, type(attn).__name__, recognise.why_not(attn, attention.KINDS, "attention"))
-        return None
-    part = recognise.kind_of(attn)
-    assert part is not None
-    if not settings.active() and all(n in part.own_keywords for n in extended):
-        return None
-    found = attention.read(part, attn, kwargs, h)
+        return recognise.why_not(attn, attention.KINDS, "attention")
+    return attention.read(recognise.kind_of(attn), attn, kwargs, h)  # type: ignore[arg-type]
+
+
+def _read_mlp(site: str, module: Any, kwargs: dict[str, Any], h: torch.Tensor) -> mlp.Layers | str:
+    """What the fused way needs of the module, or why the module runs as it is."""
+    if not recognise.sound(module, mlp.KINDS, "mlp"):
+        return recognise.why_not(module, mlp.KINDS, "mlp")
+    return mlp.read(recognise.kind_of(module), module, kwargs)  # type: ignore[arg-type]
+
+
+def _attention_branch(site: str, attn: Any, kwargs: dict[str, Any], h: torch.Tensor, rng: Rng | None, compose: bool) -> _Branch | None:
+    """The branch put together from what is read; None where the module runs as it is, which is noted with the reason."""
+    if not compose:
+        part = recognise.kind_of(attn)
+        own = () if part is None else part.own_keywords
+        if all(kwargs[name] is None or name in own for name in kwargs if name in BLOCK_KEYWORDS):
+            return None
+    found = _read_attention(site, attn, kwargs, h)
     if isinstance(found, str):
-        _note_unless_off(site, type(attn).__name__, found)
+        if settings.active():
+            _note(site, type(attn).__name__, found)
         return None
     heads, options = found
     return _Branch(lambda: attention.attend(heads, options, h, rng), heads.branch_dropout_p, heads.norm)
 
 
-def _note_unless_off(site: str, what: str, reason: str) -> None:
-    if settings.active():
-        _note(site, what, reason)
-
-
-def _mlp_branch(site: str, module: Any, kwargs: dict[str, Any], h: torch.Tensor, rng: Rng | None) -> _Branch | None:
-    if not settings.active():
+def _mlp_branch(site: str, module: Any, kwargs: dict[str, Any], h: torch.Tensor, rng: Rng | None, compose: bool) -> _Branch | None:
+    """The same for an MLP."""
+    if not compose:
         return None
-    if not recognise.sound(module, mlp.KINDS, "mlp"):
-        _note(site, type(module).__name__, recognise.why_not(module, mlp.KINDS, "mlp"))
-        return None
-    part = recognise.kind_of(module)
-    assert part is not None
-    found = mlp.read(part, module, kwargs)
+    found = _read_mlp(site, module, kwargs, h)
     if isinstance(found, str):
         _note(site, type(module).__name__, found)
         return None
     return _Branch(lambda: mlp.transform(found, h, rng), found.branch_dropout_p, found.norm)
 
 
-def _block(
-    site: str,
-    branch_of: Any,
-    run: Any,
-    x: Input,
-    norm: Any,
-    module: Any,
-    norm_first: bool,
-    next_norm: Any,
-    defer: bool,
-    dropout_p: float,
-    rng: Rng | None,
-    kwargs: dict[str, Any],
-) -> Any:
-    """Both blocks: they differ in how a branch is read and run."""
-    _check_options(site, dropout_p, next_norm, defer, norm_first)
+class _Kind(NamedTuple):
+    """What differs between the two blocks."""
+
+    site: str
+    read: Any
+    branch: Any
+    run: Any
+
+
+_ATTENTION = _Kind("residual_attention", _read_attention, _attention_branch, _run_attention)
+_MLP = _Kind("residual_mlp", _read_mlp, _mlp_branch, _run_mlp)
+
+
+class _Options(NamedTuple):
+    """Keywords that both blocks have."""
+
+    norm_first: bool
+    next_norm: Any
+    defer: bool
+    dropout_p: float
+    rng: Rng | None
+
+
+def _block(kind: _Kind, x: Input, norm: Any, module: Any, options: _Options, kwargs: dict[str, Any]) -> Any:
+    """Check, and run; under a debugger, run both ways."""
+    _check_options(kind.site, options.dropout_p, options.next_norm, options.defer, options.norm_first)
     own = _own_residual(module)
     if own is not None:
-        _check_own(site, norm, own, norm_first)
-    around = _Norms(site, settings.active())
-    inside, after, last = _streams(rng, 3)
-    if norm_first:
-        stream, h = _opened(site, x, norm, around)
-    else:
-        stream, h = _opened(site, x, None, around)
-    branch = branch_of(site, module, kwargs, h, inside)
+        _check_own(kind.site, norm, own, options.norm_first)
+    debugger, on = settings.STATE.debug, settings.active()
+    if debugger is not None:
+
+        def run(x: Input, rng: Rng | None, kwargs: dict[str, Any], compose: bool, values: bool) -> Any:
+            return _run(kind, x, norm, module, options._replace(rng=rng), kwargs, own, compose, values)
+
+        def ways() -> Any:
+            known = not isinstance(kind.read(kind.site, module, kwargs, x[0] if isinstance(x, tuple) else x), str)
+            return replay.ways(run, x, norm, module, options.next_norm, options.rng, options.dropout_p, kwargs) if known else None
+
+        found = debugger.block(kind.site, module, ways)
+        if found is not None:
+            return found
+    return _run(kind, x, norm, module, options, kwargs, own, on, on)
+
+
+def _run(
+    kind: _Kind, x: Input, norm: Any, module: Any, options: _Options, kwargs: dict[str, Any], own: Any, compose: bool, values: bool
+) -> Any:
+    """The block. `compose`: put the branch together from the module's weights; `values`: the same for norms."""
+    around = _Norms(kind.site, values)
+    inside, after, last = _streams(options.rng, 3)
+    stream, h = _opened(kind.site, x, norm if options.norm_first else None, around)
+    branch = kind.branch(kind.site, module, kwargs, h, inside, compose)
+    next_norm, dropout_p = options.next_norm, options.dropout_p
+    value = kind.run(module, h, kwargs) if branch is None else branch.run()
     if branch is None and own is not None:
-        y = run(module, h, kwargs)
-        return y if next_norm is None else (y, around.apply(next_norm, y))
-    if branch is None:
-        value = run(module, h, kwargs)
-    else:
-        value = branch.run()
+        return value if next_norm is None else (value, around.apply(next_norm, value))
     own_p = 0.0 if branch is None else branch.dropout_p
     if own_p and dropout_p:
         value, own_p = _dropped(value, own_p, after), 0.0
     p, chosen = (own_p, after) if own_p else (dropout_p, last)
-    if norm_first:
-        return _closed(around, stream, value, next_norm, defer, p, chosen)
-    _, y = around.after_sum(own if own is not None else norm, value, stream, p, chosen)
+    if options.norm_first:
+        return _closed(around, stream, value, next_norm, options.defer, p, chosen)
+    _, y = around.after_sum(norm if own is None else own, value, stream, p, chosen)
     return y if next_norm is None else (y, around.apply(next_norm, y))
 
 
@@ -280,9 +305,7 @@ def residual_attention(
     Raises: ArgumentError for a pair with a norm, options that exclude each other, a BERT module with another norm.
     Source: Vaswani et al., 2017; Xiong et al., On Layer Normalization in the Transformer Architecture, 2020.
     """
-    return _block(
-        "residual_attention", _attention_branch, _run_attention, x, norm, attn, norm_first, next_norm, defer, dropout_p, rng, kwargs
-    )
+    return _block(_ATTENTION, x, norm, attn, _Options(norm_first, next_norm, defer, dropout_p, rng), kwargs)
 
 
 def residual_mlp(
@@ -318,7 +341,7 @@ def residual_mlp(
     Raises: as `residual_attention`.
     Source: as `residual_attention`; Shazeer, GLU Variants Improve Transformer, 2020.
     """
-    return _block("residual_mlp", _mlp_branch, _run_mlp, x, norm, mlp, norm_first, next_norm, defer, dropout_p, rng, kwargs)
+    return _block(_MLP, x, norm, mlp, _Options(norm_first, next_norm, defer, dropout_p, rng), kwargs)
 
 
 def residual_norm(x: Input, norm: Any) -> torch.Tensor:

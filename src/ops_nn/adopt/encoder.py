@@ -18,7 +18,7 @@ def _layer() -> Any:
         # In evaluation without gradients PyTorch has one kernel for the whole layer, and may pass nested tensors.
         if not om.is_enabled() or src.is_nested or not (self.training or torch.is_grad_enabled()):
             return type(self).forward(self, src, src_mask, src_key_padding_mask, is_causal)
-        masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
+        masks: dict[str, Any] = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
         if self.norm_first:
             pair = om.residual_attention(src, self.norm1, self, next_norm=self.norm2, **masks)
             return om.residual_mlp(pair, None, self)

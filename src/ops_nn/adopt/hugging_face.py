@@ -35,13 +35,13 @@ def _checkpoints(layer: Any) -> bool:
     return in_forward and layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()
 
 
-def _signed_as(cls: type, function: Any) -> Any:
+def _signed_as(cls: Any, function: Any) -> Any:
     """The function with the signature of the class's forward, which data collators look at."""
-    function.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    function.__signature__ = inspect.signature(cls.forward)
     return function
 
 
-def _returns_tuple(cls: type) -> bool:
+def _returns_tuple(cls: Any) -> bool:
     return "uple" in str(inspect.signature(cls.forward).return_annotation)
 
 
@@ -56,7 +56,7 @@ def _by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, An
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _names(cls: type) -> tuple[str, ...]:
+def _names(cls: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(cls.forward).parameters)[2:]
 
 
