@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from ops_math import backends, checks, features, schedule, settings, stats
+from ops_math import backends, checks, features, schedule, settings
 from ops_math.spec import Implementation, dtype_name
+from ops_math.stats import counter as counter_for
 
 _LIBRARY = torch.library.Library("ops_math", "DEF")
 features.tag_compile_cache("ops_math", Path(__file__).parent)  # compiled code knows operators by name only: a new backward needs a new key
@@ -59,7 +60,7 @@ class _Phase:
         operator = self.operator
         choice = operator.choice(problem, self.name, backends.device_of(device))
         cost = operator.cost(problem, self.name)
-        counter = stats.counter(
+        counter = counter_for(
             operator.name, self.name, choice_name(choice), choice.reason, choice.rejected, choice.fallback, str(problem)
         )
         if len(self.memo) >= _MEMO_LIMIT:

@@ -45,7 +45,7 @@ def test_an_exception_is_still_needed(name, path):
 
 @pytest.mark.parametrize("rule", SIZE_RULES, ids=lambda rule: rule.__name__)
 def test_tests_examples_and_benchmarks_keep_to_the_same_sizes(rule):
-    files = sources("tests", "examples", "benchmarks", "scripts")
+    files = sources("tests", "examples", "benchmarks", "scripts", "tools")
     assert [str(violation) for source in files for violation in rule(source)] == []
 
 

@@ -295,7 +295,7 @@ def check_shared(operator: Operator, case: Case, dtype: str, device: str = "cpu"
         tuple(k for k in case.frozen if isinstance(k, str)) + tuple(i for i in range(len(call.args)) if i not in same),
         rounded=DTYPE_OF[dtype],
     )
-    total = sum(g.double() for g in apart.values[apart.num_outputs :])
+    total = torch.stack([g.double() for g in apart.values[apart.num_outputs :]]).sum(0)
     gap = (once.values[-1].double() - total).abs().max().item() if total.numel() else 0.0
     limit = 8 * UNIT[DTYPE_OF[dtype]] * _largest(apart)
     found = [] if gap <= limit else [f"{case.name}: one tensor for all of {same}: its gradient differs from the sum by {gap:.3g}"]

@@ -24,7 +24,7 @@ class Rows(NamedTuple):
     """What the targets say, row by row [rows]: a class that can be read, whether the row is kept, its class's weight (0 where
     ignored, NaN where the target is outside the vocabulary), 1 (0, NaN in the same places), and the sum of all class weights."""
 
-    index: torch.Tensor
+    index: torch.Tensor  # type: ignore[assignment]  # takes the place of tuple.index, which nobody needs here
     kept: torch.Tensor
     weight: torch.Tensor
     one: torch.Tensor
@@ -66,7 +66,7 @@ def row_losses(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss and lse [rows] of capped logits; `buffer`, which may be z, is left holding exp(z - top), whose row sums come third."""
     z_target = z.gather(1, rows.index[:, None])[:, 0]  # lse - z_target would cancel near probability 1, (top - z_target) + log does not
-    smooth = 0.0
+    smooth: torch.Tensor | float = 0.0
     if p.label_smoothing:
         smooth = z.sum(1) if class_weight is None else z @ class_weight
     top = z.amax(1, keepdim=True)

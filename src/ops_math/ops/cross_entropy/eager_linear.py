@@ -103,7 +103,7 @@ def _chunks_of_logits(p: LinearCrossEntropyProblem, config: str, layer: Layer) -
 
 def _pieces(logits: torch.Tensor, start: int) -> Iterator[tuple[torch.Tensor, slice]]:
     """Parts of a chunk of logits that stay in the cache, and which rows of the call they are."""
-    for first, last in eager.chunks(*logits.shape, logits.device):
+    for first, last in eager.chunks(logits.shape[0], logits.shape[1], logits.device):
         yield logits[first:last], slice(start + first, start + last)
 
 
