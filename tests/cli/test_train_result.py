@@ -134,6 +134,7 @@ def test_the_verdict_on_memory_is_honest_in_both_directions(peak: int, phrase: s
     [
         (0.0, "and its loss is the same to the last bit"),
         (2e-6, "and its loss differs by no more than rounding makes it differ (2.0e-06, noise floor 1.0e-06)"),
+        (6e-6, "and its loss differs by about as much as rounding makes it differ (6.0e-06, noise floor 1.0e-06)"),
         (1e-3, "but its loss differs by 1.0e-03, 1000 times the noise floor of 1.0e-06: find out why before you trust it"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -128,8 +129,7 @@ def _train(
         batches = text.validation()
         validation = {name: run.validation_loss(batches) for name, run in training.runs.items()}
         histories = _release(training)
-        noise = _noise_floor(training, display, stop)
-        measured = _measure(training, display, stop)
+        noise, measured = _untimed(training, display, stop)
     else:
         histories = _release(training)
     outcome = _summarise(training, histories, stopped, validation, noise, measured, ran)
@@ -145,6 +145,15 @@ def _release(training: Session) -> dict[str, tuple[list[float], list[float]]]:
     if training.config.torch_device.type == "cuda":
         torch.cuda.empty_cache()
     return histories
+
+
+def _untimed(training: Session, display: Display, stop: Stop) -> tuple[list[float], dict[str, Measurement]]:
+    """What needs no quiet machine: noise floor and memory, side by side where the memory of two runs is there."""
+    if training.config.compare and capacity.room_for_two(training.config):
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            measuring = beside.submit(_measure, training, display, stop)
+            return _noise_floor(training, display, stop), measuring.result()
+    return _noise_floor(training, display, stop), _measure(training, display, stop)
 
 
 def _noise_floor(training: Session, display: Display, stop: Stop) -> list[float]:

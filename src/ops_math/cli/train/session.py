@@ -15,7 +15,7 @@ from ops_math.cli.train.config import COMMAND, COMPILED, PLAIN, TrainConfig
 from ops_math.cli.train.data import Data, generator
 from ops_math.cli.train.engine import Run
 
-NOISE_FLOOR_STEPS = 20
+NOISE_FLOOR_STEPS = 60
 
 
 class Session:
@@ -104,7 +104,7 @@ class Session:
 
 
 def noise_floor(config: TrainConfig, data: Data, finished: Callable[[], None], stop: Callable[[], bool]) -> list[float]:
-    """Losses of the plain run from weights that were moved by one ulp, each up or down at random. At most 20 steps.
+    """Losses of the plain run from weights that were moved by one ulp, each up or down at random. At most 60 steps.
 
     How far two runs part that differ by rounding alone: the measure for every other difference. A model with dropout draws
     other masks too: from one seed PyTorch, its compiler and ops-math each draw masks of their own.
