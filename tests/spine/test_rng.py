@@ -91,3 +91,12 @@ def test_a_seed_in_place_of_an_rng_is_refused_in_words():
         ArgumentError, match=r"^dropout: rng must be an ops_math\.Rng or None; got int\. Make one with ops_math\.Rng\(seed, device\)\.$"
     ):
         state_for("dropout", 5, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("num_cols", [0, 1, 257])
+def test_the_mask_worked_out_in_numpy_is_that_of_the_words(num_cols):
+    row, head = torch.arange(900).view(300, 1, 3), torch.arange(2)[:, None]
+    for state in (Rng(-7, first_row=2**32 - 100).child(2**32 - 1).state, Rng(2**62 + 1).state):
+        words = torch.stack(torch.broadcast_tensors(*philox(state, row[..., None], head[..., None], torch.arange((num_cols + 3) // 4))), -1)
+        want = words.flatten(-2)[..., :num_cols] >= threshold(0.3)
+        assert torch.equal(keep_mask(state, row, head, num_cols, 0.3), want)
