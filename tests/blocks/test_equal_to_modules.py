@@ -130,3 +130,28 @@ def test_a_deep_copy_of_the_modules_is_known_too(key):
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="needs transformers: its Llama, Qwen2, Mistral and BERT are not installed")
 def test_the_modules_of_transformers_were_among_those_tested():
     assert any("Hugging Face" in name for name in ATTENTIONS)
+
+
+def test_a_bias_left_to_the_norm_gives_the_same_outputs_and_gradients(monkeypatch):
+    from ops_math.blocks import norms, recognise
+
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, activation="gelu", batch_first=True, dtype=torch.float64)
+    x = torch.randn(2, 6, 32, dtype=torch.float64, requires_grad=True)
+
+    def both():
+        h = om.residual_attention(x, layer.norm1, layer, norm_first=False)
+        y = om.residual_mlp(h, layer.norm2, layer, norm_first=False)
+        return [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+
+    usual = both()
+    asked = []
+
+    def on_a_gpu(module, h):
+        asked.append(module)
+        return recognise.kind_of(module).kind == "layer_norm"
+
+    monkeypatch.setattr(norms, "takes_bias", on_a_gpu)
+    for a, b in zip(usual, both(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    assert asked == [layer.norm1, layer.norm2]

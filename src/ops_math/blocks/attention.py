@@ -259,8 +259,11 @@ def _arguments(heads: Heads, options: Options, rng: Rng | None) -> dict[str, Any
     return chosen
 
 
-def attend(heads: Heads, options: Options, h: torch.Tensor, rng: Rng | None) -> torch.Tensor:
-    """The branch of normalised input `h`, [B, S, C] (or [S, B, C], or packed [T, C] or [1, T, C]), shaped as `h`."""
+def attend(
+    heads: Heads, options: Options, h: torch.Tensor, rng: Rng | None, split: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The branch of normalised input `h`, [B, S, C] (or [S, B, C], or packed [T, C] or [1, T, C]), shaped as `h`; with `split` the bias
+    of its last product is not added but returned, for what follows to add on its way."""
     whole, packed = h, options.cu_seqlens is not None
     if packed and h.dim() == 3:
         h = h.flatten(0, 1)
@@ -277,5 +280,6 @@ def attend(heads: Heads, options: Options, h: torch.Tensor, rng: Rng | None) -> 
         if options.tables is not None:
             q, k = rope(q, k, *options.tables, position_ids=options.position_ids)
         out = attention(q, k, v, **arguments)
-    (branch,) = _products(out.flatten(-2), (heads.output,))
-    return branch.transpose(0, 1) if swapped else branch.view(*whole.shape[:-1], -1)
+    weight, bias = heads.output
+    (branch,) = _products(out.flatten(-2), ((weight, None if split else bias),))
+    return branch.transpose(0, 1) if swapped else branch.view(*whole.shape[:-1], -1), bias if split else None

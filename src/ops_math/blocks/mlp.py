@@ -112,10 +112,16 @@ def read(part: Part, module: Any, kwargs: dict[str, Any]) -> Layers | str:
     return found
 
 
-def transform(layers: Layers, h: torch.Tensor, rng: Rng | None) -> torch.Tensor:
-    """The branch of normalised input `h` [..., C], shaped as `h`."""
+def transform(layers: Layers, h: torch.Tensor, rng: Rng | None, split: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The branch of normalised input `h` [..., C], shaped as `h`; with `split` the bias of its last product is not added but returned,
+    for what follows to add on its way."""
     if not settings.active():
-        return _written_out(layers, h, rng)
+        return _written_out(layers, h, rng), None
+    weight, bias = layers.down
+    return _fused(layers._replace(down=(weight, None if split else bias)), h, rng), bias if split else None
+
+
+def _fused(layers: Layers, h: torch.Tensor, rng: Rng | None) -> torch.Tensor:
     if layers.gate is not None:
         return gated_mlp(h, layers.gate, layers.up, layers.down, layers.activation)
     p = layers.inner_dropout_p

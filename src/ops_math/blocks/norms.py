@@ -55,13 +55,26 @@ def normalise(norm: Norm, x: torch.Tensor) -> torch.Tensor:
     return _observed(layer_norm, x, norm.weight, norm.bias, eps=norm.eps)
 
 
+def takes_bias(module: Any, x: torch.Tensor) -> bool:
+    """Whether the norm's kernel adds the bias of the product before it, and sums that bias's gradient: one pass less each way. On a CPU
+    the product adds its bias for nothing."""
+    part = recognise.kind_of(module)
+    return part is not None and part.kind == "layer_norm" and x.is_cuda
+
+
 def add_and_normalise(
-    norm: Norm, branch: torch.Tensor, x: torch.Tensor, dropout_p: float, rng: Rng | None
+    norm: Norm, branch: torch.Tensor, x: torch.Tensor, dropout_p: float, rng: Rng | None, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(s, norm(s)) with s = x + dropout(branch)."""
-    if norm.kind == "rms_norm":
-        branch = _observed(dropout, branch, dropout_p, rng=rng) if dropout_p else branch
-        y, total = _observed(add_rms_norm, branch, x, norm.weight, eps=norm.eps, weight_offset=norm.weight_offset)
-    else:
-        y, total = _observed(add_layer_norm, branch, x, norm.weight, norm.bias, eps=norm.eps, dropout_p=dropout_p, rng=rng)
+    """(s, norm(s)) with s = x + dropout(branch + bias)."""
+    if norm.kind == "layer_norm":
+        y, total = _observed(add_layer_norm, branch, x, norm.weight, norm.bias, eps=norm.eps, dropout_p=dropout_p, rng=rng, x_bias=bias)
+        return total, y
+    branch = with_bias(branch, bias)
+    branch = _observed(dropout, branch, dropout_p, rng=rng) if dropout_p else branch
+    y, total = _observed(add_rms_norm, branch, x, norm.weight, eps=norm.eps, weight_offset=norm.weight_offset)
     return total, y
+
+
+def with_bias(branch: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """branch + bias in the branch's dtype."""
+    return branch if bias is None else (branch + bias).to(branch.dtype)

@@ -47,8 +47,7 @@ _CLASSES: dict[type, _Known | str] = {}
 def _judge(module: nn.Module) -> _Known | str:
     """The row of a module's class, or why it has none; looks at the forward's code once a class."""
     cls = type(module)
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    part = parts.BY_CLASS.get(name)
+    part = parts.BY_CLASS.get(_name(cls)) or _layer_below(cls)
     if part is None:
         return f"{cls.__name__} is not in the table of parts"
     required = frozenset(n for n, _ in part.children if n not in part.optional)
@@ -57,6 +56,16 @@ def _judge(module: nn.Module) -> _Known | str:
     relays = tuple((scope, name, _relay(scope[name])) for name in _RELAYED if name in scope) if part.role == "attention" else ()
     known = _Known(part, forward, required, dict(part.children), dict(part.uses), relays)
     return known if part.role == "layer" else _why_not_forward(module, known) or known
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _layer_below(cls: type) -> Part | None:
+    """The row of a layer that the class derives from: sharding makes such classes, and a layer's own forward is not run."""
+    found = [parts.BY_CLASS.get(_name(base)) for base in cls.__mro__]
+    return next((part for part in found if part is not None and part.role == "layer"), None)
 
 
 def _why_not_forward(module: nn.Module, known: _Known) -> str:

@@ -64,13 +64,15 @@ class _Norms:
         found = self.values(norm, x)
         return norm(x) if found is None else norms.normalise(found, x)
 
-    def after_sum(self, norm: Any, branch: torch.Tensor, x: torch.Tensor, p: float, rng: Rng | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def after_sum(
+        self, norm: Any, branch: torch.Tensor, x: torch.Tensor, p: float, rng: Rng | None, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(s, norm(s)) with s = x + dropout(branch)."""
         found = None if norm is None else self.values(norm, x)
         if found is None or branch.shape != x.shape:
-            total = x + _dropped(branch, p, rng)
+            total = x + _dropped(norms.with_bias(branch, bias), p, rng)
             return total, self.apply(norm, total)
-        return norms.add_and_normalise(found, branch, x, p, rng)
+        return norms.add_and_normalise(found, branch, x, p, rng, bias)
 
 
 def _opened(site: str, x: Input, norm: Any, around: _Norms) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,13 +93,22 @@ def _opened(site: str, x: Input, norm: Any, around: _Norms) -> tuple[torch.Tenso
     return x, around.apply(norm, x)
 
 
-def _closed(around: _Norms, x: torch.Tensor, branch: torch.Tensor, next_norm: Any, defer: bool, p: float, rng: Rng | None) -> Any:
+def _closed(
+    around: _Norms,
+    x: torch.Tensor,
+    branch: torch.Tensor,
+    next_norm: Any,
+    defer: bool,
+    p: float,
+    rng: Rng | None,
+    bias: torch.Tensor | None = None,
+) -> Any:
     """The residual sum of a pre-norm block, with what follows it."""
     if defer:
         return Unsummed(x, _dropped(branch, p, rng))
     if next_norm is None:
         return x + _dropped(branch, p, rng)
-    return around.after_sum(next_norm, branch, x, p, rng)
+    return around.after_sum(next_norm, branch, x, p, rng, bias)
 
 
 def _check_options(site: str, dropout_p: float, next_norm: Any, defer: bool, norm_first: bool) -> None:
@@ -181,7 +192,7 @@ def _attention_branch(site: str, attn: Any, kwargs: dict[str, Any], h: torch.Ten
             _note(site, type(attn).__name__, found)
         return None
     heads, options = found
-    return _Branch(lambda: attention.attend(heads, options, h, rng), heads.branch_dropout_p, heads.norm)
+    return _Branch(lambda split: attention.attend(heads, options, h, rng, split), heads.branch_dropout_p, heads.norm)
 
 
 def _mlp_branch(site: str, module: Any, kwargs: dict[str, Any], h: torch.Tensor, rng: Rng | None, compose: bool) -> _Branch | None:
@@ -192,7 +203,7 @@ def _mlp_branch(site: str, module: Any, kwargs: dict[str, Any], h: torch.Tensor,
     if isinstance(found, str):
         _note(site, type(module).__name__, found)
         return None
-    return _Branch(lambda: mlp.transform(found, h, rng), found.branch_dropout_p, found.norm)
+    return _Branch(lambda split: mlp.transform(found, h, rng, split), found.branch_dropout_p, found.norm)
 
 
 class _Kind(NamedTuple):
@@ -249,16 +260,18 @@ def _run(
     stream, h = _opened(kind.site, x, norm if options.norm_first else None, around)
     branch = kind.branch(kind.site, module, kwargs, h, inside, compose)
     next_norm, dropout_p = options.next_norm, options.dropout_p
-    value = kind.run(module, h, kwargs) if branch is None else branch.run()
+    following = next_norm if options.norm_first else (norm if own is None else own)
+    own_p = 0.0 if branch is None else branch.dropout_p
+    split = compose and not options.defer and not (own_p and dropout_p) and norms.takes_bias(following, h)
+    value, bias = (kind.run(module, h, kwargs), None) if branch is None else branch.run(split)
     if branch is None and own is not None:
         return value if next_norm is None else (value, around.apply(next_norm, value))
-    own_p = 0.0 if branch is None else branch.dropout_p
     if own_p and dropout_p:
         value, own_p = _dropped(value, own_p, after), 0.0
     p, chosen = (own_p, after) if own_p else (dropout_p, last)
     if options.norm_first:
-        return _closed(around, stream, value, next_norm, options.defer, p, chosen)
-    _, y = around.after_sum(norm if own is None else own, value, stream, p, chosen)
+        return _closed(around, stream, value, next_norm, options.defer, p, chosen, bias)
+    _, y = around.after_sum(following, value, stream, p, chosen, bias)
     return y if next_norm is None else (y, around.apply(next_norm, y))
 
 
