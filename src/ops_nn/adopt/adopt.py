@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 import ops_math as om
 from ops_nn.adopt import bert, encoder, hugging_face, llama
-from ops_nn.adopt.swap import Swap
+from ops_nn.adopt.swap import Swap, class_name
 
 _FAMILIES = (llama.swaps, bert.swaps, encoder.swaps, hugging_face.swaps)
 
@@ -66,8 +66,8 @@ def _why_not(module: nn.Module) -> str:
     """Why a module whose class is known must not be changed, or nothing."""
     if "forward" in module.__dict__:
         return "a forward of its own is set on the instance"
-    forward = type(module).forward
-    if forward.__module__ != type(module).__module__ or forward.__qualname__ != f"{type(module).__qualname__}.forward":
+    forward: Any = type(module).forward
+    if f"{forward.__module__}.{forward.__qualname__}" != f"{class_name(module)}.forward":
         return f"its forward was replaced by {forward.__module__}.{forward.__qualname__}"
     return ""
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import ops_math as om
 from ops_nn.adopt import head
-from ops_nn.adopt.swap import Swap
+from ops_nn.adopt.swap import Swap, class_name
 from ops_nn.models.output import ModelOutput
 
 
@@ -34,7 +34,7 @@ def _masked_lm() -> Any:
 
 def swaps(path: str, module: nn.Module) -> Swap | None:
     """What to put into a module of this family, or None."""
-    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    kind = class_name(module)
     if kind == "ops_nn.models.bert.BertLayer":
         return Swap(path, module, _layer(), "layer", {"attention": module.attention, "": module})
     if kind == "ops_nn.models.bert.BertForMaskedLM":

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import ops_math as om
-from ops_nn.adopt.swap import Swap
+from ops_nn.adopt.swap import Swap, own_class
 
 
 def _layer() -> Any:
@@ -30,6 +30,6 @@ def _layer() -> Any:
 
 def swaps(path: str, module: nn.Module) -> Swap | None:
     """What to put into a module of this family, or None."""
-    if type(module) is nn.TransformerEncoderLayer:
+    if own_class(module) is nn.TransformerEncoderLayer:
         return Swap(path, module, _layer(), "layer", {"norm1": module.norm1, "norm2": module.norm2, "": module})
     return None

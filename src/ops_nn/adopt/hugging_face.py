@@ -12,7 +12,7 @@ from torch import nn
 
 import ops_math as om
 from ops_nn.adopt import head
-from ops_nn.adopt.swap import Swap
+from ops_nn.adopt.swap import Swap, own_class
 
 _PREFIX = "transformers.models."
 _DECODERS = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}
@@ -115,7 +115,7 @@ def _loss_call(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
 
 def _output(self: Any, name: str, loss: torch.Tensor) -> Any:
     """The model's own output class, with the loss alone."""
-    return getattr(sys.modules[type(self).__module__], name)(loss=loss, logits=None)
+    return getattr(sys.modules[own_class(self).__module__], name)(loss=loss, logits=None)
 
 
 def _causal_loss(self: Any, hidden: torch.Tensor, labels: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
@@ -168,7 +168,7 @@ def _masked_lm(cls: type) -> Any:
 
 def swaps(path: str, module: nn.Module) -> Swap | None:
     """What to put into a module of these families, or None."""
-    cls = type(module)
+    cls = own_class(module)
     held: Any = module
     for family, name in _DECODERS.items():
         if cls.__module__ != f"{_PREFIX}{family}.modeling_{family}":

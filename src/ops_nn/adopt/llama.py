@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import ops_math as om
 from ops_nn.adopt import chain, head
-from ops_nn.adopt.swap import Swap
+from ops_nn.adopt.swap import Swap, class_name
 from ops_nn.models.output import ModelOutput
 
 
@@ -46,7 +46,7 @@ def _causal_lm() -> Any:
 
 def swaps(path: str, module: nn.Module) -> Swap | None:
     """What to put into a module of this family, or None."""
-    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    kind = class_name(module)
     if kind == "ops_nn.models.llama.LlamaDecoderLayer":
         parts = {name: getattr(module, name) for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")}
         return Swap(path, module, _layer(), "layer", parts)

@@ -8,6 +8,17 @@ from typing import Any, NamedTuple
 from torch import nn
 
 
+def own_class(module: nn.Module) -> type:
+    """The class that wrote the module's forward: beneath those that sharding puts around it, which add no forward."""
+    return next(cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.distributed."))
+
+
+def class_name(module: nn.Module) -> str:
+    """Its dotted name."""
+    cls = own_class(module)
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 class Swap(NamedTuple):
     """A forward for a module. `what` says in words what it is; `parts` are the modules whose weights it reads; `why` not, if so."""
 
