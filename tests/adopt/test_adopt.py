@@ -263,6 +263,46 @@ def test_something_that_is_not_a_module_is_refused():
     assert str(error.value) == "adopt: model must be a torch.nn.Module; got str. Pass the model itself."
 
 
+def test_a_second_adoption_changes_nothing_and_says_so():
+    job = llama()
+    first = adopt(job.model)
+    second = adopt(job.model)
+    assert {row.reason for row in second.report} == {"it is adopted already"}
+    second.revert()
+    assert sum("forward" in m.__dict__ for m in job.model.modules()) == job.swapped
+    first.revert()
+    assert not any("forward" in m.__dict__ for m in job.model.modules())
+
+
+@each_job
+def test_a_check_compares_every_fused_call_and_leaves_gradients_alone(name):
+    job = JOBS[name]()
+    adoption = adopt(job.model)
+    gradients(job)
+    held = {key: (p.grad, p.grad.clone()) for key, p in job.model.named_parameters() if p.grad is not None}
+    report = adoption.check(job.loss)
+    assert not report.outside
+    assert not report.skipped
+    assert len({row.site for row in report.rows}) >= 2 * layers_of(job)
+    parameters = dict(job.model.named_parameters())
+    assert all(parameters[key].grad is grad and torch.equal(grad, before) for key, (grad, before) in held.items())
+
+
+def test_a_check_finds_a_planted_fault(monkeypatch):
+    from ops_math import catalog
+
+    operator = catalog.operators()["rope"]
+    (eager,) = [i.module for i in operator.implementations() if i.name == "eager"]
+    honest = eager.launch_bwd
+    monkeypatch.setattr(eager, "launch_bwd", lambda *args: tuple(t * 1.02 for t in honest(*args)))
+    operator.forget()
+    job = llama()
+    with om.force(rope="eager"), pytest.raises(om.BudgetError, match=r"residual_attention at .*gradient of q_proj\.weight"):
+        adopt(job.model).check(job.loss)
+    monkeypatch.undo()
+    operator.forget()
+
+
 @needs_transformers
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_hugging_face_gradient_checkpointing_still_checkpoints(reentrant):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import ops_math as om
-from ops_nn.adopt import bert, encoder, hugging_face, llama
+from ops_nn.adopt import bert, chain, encoder, hugging_face, llama
 from ops_nn.adopt.swap import Swap, class_name
 
 _FAMILIES = (llama.swaps, bert.swaps, encoder.swaps, hugging_face.swaps)
@@ -44,6 +46,33 @@ class Adoption:
         self._swaps = []
         return self.model
 
+    def check(self, loss: Callable[[nn.Module], Tensor], *, tolerance: float = 2.0, on_error: str = "raise") -> Any:
+        """Run one step both ways, every fused call compared with plain PyTorch and float64, forward and backward.
+
+        Gradients that the parameters hold, and PyTorch's generators, are as before afterwards.
+
+        Args:
+            loss: `loss(model)` gives a scalar, e.g. `lambda m: m(ids, labels).loss`.
+            tolerance, on_error: as `om.debug` takes them.
+
+        Returns:
+            the report of `om.debug`.
+
+        Raises:
+            BudgetError: where a result or gradient is outside its error budget, with `on_error="raise"`.
+        """
+        kept = [(p, p.grad) for p in self.model.parameters()]
+        devices = {p.device for p, _ in kept if p.device.type == "cuda"}
+        try:
+            for p, _ in kept:
+                p.grad = None
+            with torch.random.fork_rng(devices=list(devices)), om.debug(tolerance=tolerance, on_error=on_error) as debugger:
+                loss(self.model).backward()
+        finally:
+            for p, grad in kept:
+                p.grad = grad
+        return debugger.report()
+
     def __enter__(self) -> Adoption:
         return self
 
@@ -64,6 +93,8 @@ def _swap_for(path: str, module: nn.Module) -> Swap | None:
 
 def _why_not(module: nn.Module) -> str:
     """Why a module whose class is known must not be changed, or nothing."""
+    if chain.adopted(module):
+        return "it is adopted already"
     if "forward" in module.__dict__:
         return "a forward of its own is set on the instance"
     forward: Any = type(module).forward
@@ -88,10 +119,11 @@ def adopt(model: nn.Module) -> Adoption:
     returned.
 
     Args:
-        model: our Llama baseline, or any model that holds its layers; what is not known is left alone and reported.
+        model: it, or a part of it, is our Llama or BERT baseline, a Hugging Face Llama, Qwen2, Mistral or BERT, or a
+            torch.nn.TransformerEncoder; what is not known is left alone and reported.
 
     Returns:
-        an `Adoption` with `.report`, `.model` and `.revert()`; a context manager too.
+        an `Adoption` with `.report`, `.model`, `.check(loss)` and `.revert()`; a context manager too.
 
     Raises:
         ArgumentError: for something that is not a module.
