@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ops_math as om
-from ops_nn.adopt import adopt
+from ops_nn.adopt import adopt, head
 from tests.adopt.models import HAS_TRANSFORMERS, JOBS, bert, deep, gradients, hugging_face, llama
 
 each_job = pytest.mark.parametrize("name", JOBS)
@@ -261,6 +261,40 @@ def test_something_that_is_not_a_module_is_refused():
     with pytest.raises(om.ArgumentError) as error:
         adopt("llama")
     assert str(error.value) == "adopt: model must be a torch.nn.Module; got str. Pass the model itself."
+
+
+@pytest.mark.parametrize("source", ["our BERT", "Hugging Face Bert"])
+def test_the_masked_loss_is_computed_on_the_labelled_rows_alone(source, monkeypatch):
+    if source not in JOBS:
+        pytest.skip("needs transformers, which is not installed")
+    monkeypatch.setattr(head, "ROW_MULTIPLE", 4)
+    job = deep(JOBS[source]())
+    before = gradients(job)
+    adopt(job.model)
+    seen: list[int] = []
+    honest = om.linear_cross_entropy
+    monkeypatch.setattr(om, "linear_cross_entropy", lambda x, *args, **kwargs: (seen.append(x.shape[0]), honest(x, *args, **kwargs))[1])
+    after = gradients(job)
+    largest = max(float(g.norm()) for g in before.values())
+    assert all((after[key] - value).norm() <= 3e-6 * max(float(value.norm()), 1e-2 * largest) for key, value in before.items())
+    assert len(seen) == 1
+    assert seen[0] % 4 == 0
+    assert 0 < seen[0] <= 0.6 * 48
+
+
+@pytest.mark.parametrize(("labelled", "rows"), [(0, 8), (1, 8), (8, 8), (9, 16), (30, None)])
+def test_labelled_rows_come_first_and_are_filled_up_to_a_round_number(labelled, rows, monkeypatch):
+    monkeypatch.setattr(head, "ROW_MULTIPLE", 8)
+    labels = torch.full((4, 10), -100)
+    places = torch.randperm(40)[:labelled]
+    labels.view(-1)[places] = 5
+    found = head.labelled_rows(labels)
+    if rows is None:
+        assert found is None
+        return
+    assert found.shape == (rows,)
+    assert len(set(found.tolist())) == rows
+    assert set(found[:labelled].tolist()) == set(places.tolist())
 
 
 def test_a_second_adoption_changes_nothing_and_says_so():

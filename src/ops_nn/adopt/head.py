@@ -44,7 +44,7 @@ def labelled_rows(labels: Tensor) -> Tensor | None:
         return None
     has_label = labels.reshape(-1) != IGNORE_INDEX
     count, total = int(has_label.sum()), has_label.numel()
-    rows = -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
+    rows = max(-(-count // ROW_MULTIPLE), 1) * ROW_MULTIPLE
     if rows > WORTH_SELECTING * total:
         return None
     return torch.argsort(has_label.to(torch.uint8), descending=True, stable=True)[:rows]
