@@ -57,6 +57,7 @@ HOPPER = {
     64, 8, 2)),
     ("dq", 256): (Tile(64, 32, 8, 2, True), Tile(64, 64, 8, 1, True), Tile(64, 32, 8, 1)),
 }  # fmt: skip
+BLACKWELL = {("fwd", 256): (Tile(128, 32, 8, 2, True), Tile(64, 64, 8, 2, True))}  # where Hopper's first choice spills
 AMPERE = {
     ("fwd", 64): (Tile(128, 64, 8, 3), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)),
     ("fwd", 128): (Tile(128, 64, 8, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 2)),
@@ -128,7 +129,7 @@ def _tiles(p: AttentionProblem, device: Device, kernel: str) -> tuple[Tile, ...]
     width, item = max(64, _block_d(p)), ITEM_SIZE[p.dtype]
     hopper = device.kind == "cuda" and int(device.arch) >= 90
     table = WIDE if p.dtype == "fp32" else CDNA if device.kind == "hip" else MASKED if _masked(p) else HOPPER if hopper else AMPERE
-    listed = table[kernel, width]
+    listed = BLACKWELL.get((kernel, width), table[kernel, width]) if table is HOPPER and int(device.arch) >= 100 else table[kernel, width]
     fitting = tuple(t for t in listed if _shared_bytes(t, kernel, width, item) <= device.shared_bytes - MARGIN)
     return fitting or (min(listed, key=lambda t: _shared_bytes(t, kernel, width, item)),)
 
