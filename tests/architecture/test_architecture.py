@@ -98,6 +98,7 @@ def test_importing_ops_math_takes_torch_alone_reads_no_environment_and_starts_no
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("guilty", "words"),
     [

@@ -36,6 +36,7 @@ def backward(results) -> None:
         torch.autograd.backward(ys, [torch.randn(t.shape, generator=torch.Generator().manual_seed(4)).to(t.dtype) for t in ys])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
 @pytest.mark.parametrize(("name", "case"), every_case())
 def test_every_operator_is_within_its_budget_forward_and_backward(name, case):
