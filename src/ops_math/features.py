@@ -85,3 +85,9 @@ def fast_bf16_products() -> bool:
     """Whether this CPU multiplies bf16 matrices by instructions made for it, several times faster than fp32 ones."""
     answers = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
     return any(bool(ask()) for ask in answers if ask is not None)
+
+
+def raw_stream(device_index: int) -> int:
+    """The handle of the current CUDA stream: by PyTorch's own short cut (0.3 us), or the public way (5 us) where that is gone."""
+    short = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return int(short(device_index) if short is not None else torch.cuda.current_stream(device_index).cuda_stream)

@@ -169,7 +169,7 @@ def vendors() -> None:
         for config in vendor.GPU:
             for phase in ("fwd", "bwd"):
                 label = f"{name_of(shape):30s} {config} {phase}"
-                why = vendor._against(config, p, device, phase)
+                why = vendor.against(config, p, device, phase)
                 if why:
                     say(f"{label:62s} not legal: {why}")
                     continue

@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
+from ops_math import features
+
 _COMPILED: dict[tuple[Any, ...], tuple[Any, Any, Any, tuple[Any, ...]]] = {}
 _LIMIT = 8192  # kept kernels by key; a run with ever new shapes starts over instead of growing
+_PLAIN = (int, float, bool)
 ALIGNMENT = 16  # bytes; Triton reads wider where a pointer is a multiple of it
 
 
@@ -23,20 +26,30 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, n
     """
     if 0 in grid:
         return
-    described = any(hasattr(a, "block_shape") for a in args)  # a tensor descriptor is encoded anew for each call, and is no key
-    if described or not args[0].is_cuda or torch.version.hip is not None:  # meta tensors, the interpreter; AMD specialises on more
+    first = next(a for a in args if isinstance(a, torch.Tensor))
+    if not first.is_cuda or torch.version.hip is not None:  # meta tensors, the interpreter; AMD specialises on more
         _start(kernel, grid, args, num_warps, num_stages, constants)
         return
-    facts = [(a.dtype, a.data_ptr() % ALIGNMENT) if isinstance(a, torch.Tensor) else a for a in args]
-    key = (id(kernel), num_warps, num_stages, args[0].device.index, *facts, *constants.values())
-    found = _COMPILED.get(key)
+    key: list[Any] = [id(kernel), num_warps, num_stages, first.device.index]
+    for a in args:
+        if isinstance(a, torch.Tensor):
+            key.append(a.dtype)
+            key.append(a.data_ptr() % ALIGNMENT)
+        elif a is None or isinstance(a, _PLAIN):
+            key.append(a)
+        else:  # a tensor descriptor is encoded anew for each call, and is no key
+            _start(kernel, grid, args, num_warps, num_stages, constants)
+            return
+    key.extend(constants.values())
+    kept = tuple(key)
+    found = _COMPILED.get(kept)
     if found is None:
         compiled = _start(kernel, grid, args, num_warps, num_stages, constants)
-        _keep(key, kernel, compiled, len(args), constants)
+        _keep(kept, kernel, compiled, len(args), constants)
         return
     run, function, metadata, tail = found
     x, y, z = (*grid, 1, 1)[:3]
-    run(x, y, z, torch.cuda.current_stream().cuda_stream, function, metadata, None, None, None, *args, *tail)
+    run(x, y, z, features.raw_stream(first.device.index), function, metadata, None, None, None, *args, *tail)
 
 
 def _start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], num_warps: int, num_stages: int, constants: dict[str, Any]) -> Any:

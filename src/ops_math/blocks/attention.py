@@ -276,7 +276,7 @@ def attend(
         count = projected[0].shape[-1] // (3 * heads.head_dim)
         out = attention_qkv(projected[0], num_heads=count, **arguments)
     else:
-        q, k, v = (t.unflatten(-1, (t.shape[-1] // heads.head_dim, heads.head_dim)) for t in projected)
+        q, k, v = (t.view(*t.shape[:-1], -1, heads.head_dim) for t in projected)
         if options.tables is not None:
             q, k = rope(q, k, *options.tables, position_ids=options.position_ids)
         out = attention(q, k, v, **arguments)

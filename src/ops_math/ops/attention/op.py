@@ -283,19 +283,18 @@ def attention(
     rule = _rule("attention", q.shape[-1], causal, scale, window, softcap, max_seqlen_q, max_seqlen_k, dropout_p)
     grad = needs_grad(q, k, v)
     q, k, v = _cast(q), _cast(k), _cast(v)
-    if _draws(q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, rule, rng):
-        out, lse = op_drawn.attend(q, k, v, rule.right == 0, rule.scale, dropout_p)
-        return (out, lse) if return_lse else out
+    if _draws(q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, rule, rng, return_lse):
+        return op_drawn.attend(q, k, v, rule.right == 0, rule.scale, dropout_p)
     extra = _extra("attention", q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, dropout_p, rng)
     out, lse = apply(_Attention, q, k, v, *extra, *rule) if grad else OP.fwd(q, k, v, *extra, *rule)
     return (out, lse) if return_lse else out
 
 
 def _draws(
-    q: torch.Tensor, k: torch.Tensor, mask: Optional, keep: Optional, cu_q: Optional, cu_k: Optional, rule: Rule, rng: Rng | None
+    q: torch.Tensor, k: torch.Tensor, mask: Optional, keep: Optional, cu_q: Optional, cu_k: Optional, rule: Rule, rng: Rng | None, lse: bool
 ) -> bool:
-    """Whether PyTorch's generator may draw the dropout mask inside a vendor kernel: no key was given, and nothing else is hidden."""
-    if not rule.dropout_p or rng is not None or any(t is not None for t in (mask, keep, cu_q, cu_k)):
+    """Whether PyTorch may draw the dropout mask inside a vendor kernel: no key was given, no lse is wanted, and nothing else is hidden."""
+    if not rule.dropout_p or lse or rng is not None or any(t is not None for t in (mask, keep, cu_q, cu_k)):
         return False
     if rule.softcap or rule.left >= 0 or rule.right > 0 or (rule.right == 0 and q.shape[1] != k.shape[1]):
         return False
@@ -376,9 +375,8 @@ def attention_qkv(
         )  # fmt: skip
     rule = _rule(op, q.shape[-1], causal, scale, window, softcap, max_seqlen_q, max_seqlen_k, dropout_p)
     q, k, v = _cast(q), _cast(k), _cast(v)
-    if _draws(q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, rule, rng):
-        out, lse = op_drawn.attend(q, k, v, rule.right == 0, rule.scale, dropout_p)
-        return (out, lse) if return_lse else out
+    if _draws(q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, rule, rng, return_lse):
+        return op_drawn.attend(q, k, v, rule.right == 0, rule.scale, dropout_p)
     extra = _extra(op, q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, dropout_p, rng)
     if needs_grad(qkv):
         out, lse = apply(_AttentionQKV, _cast(qkv), num_heads, kv_heads, *extra, *rule)
