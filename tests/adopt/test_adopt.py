@@ -179,6 +179,19 @@ def test_a_hook_on_a_layer_sees_the_whole_residual_stream():
     assert before
 
 
+def test_a_global_hook_sees_tensors_between_layers():
+    job = llama()
+    adopt(job.model)
+    seen: list[object] = []
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: seen.append(output) if "DecoderLayer" in type(module).__name__ else None
+    )
+    job.loss(job.model)
+    handle.remove()
+    assert len(seen) == 3
+    assert all(isinstance(y, torch.Tensor) for y in seen)
+
+
 def test_sums_between_layers_are_fused_and_a_layer_alone_returns_a_tensor():
     job = llama()
     adopt(job.model)

@@ -20,7 +20,9 @@ def adopted(module: nn.Module) -> bool:
 
 
 def observed(module: nn.Module) -> bool:
-    """Whether somebody's hook would see the module's inputs or outputs."""
+    """Whether somebody's hook, on the module or on all modules, would see its inputs or outputs."""
+    if any(getattr(nn.modules.module, f"_global{name}") for name in _HOOKS):
+        return True
     for name in _HOOKS:
         for hook in module.__dict__[name].values():
             function = hook if isinstance(hook, FunctionType) else getattr(hook, "__func__", hook)
