@@ -32,6 +32,8 @@ class Rows(NamedTuple):
 
     def part(self, start: int, stop: int) -> Rows:
         """Rows start to stop."""
+        if stop - start == self.index.shape[0]:
+            return self
         return Rows(self.index[start:stop], self.kept[start:stop], self.weight[start:stop], self.one[start:stop], self.weight_sum)
 
 
@@ -39,9 +41,9 @@ def read_targets(p: CrossEntropyProblem, target: torch.Tensor, class_weight: tor
     """No value of `target` is trusted as an index before it was compared with the vocabulary."""
     y = target.reshape(-1)
     kept = y != p.ignore_index
-    inside = (y >= 0) & (y < p.cols)
-    one = torch.where(inside, 1.0, float("nan")).to(dtype).masked_fill_(~kept, 0.0)
-    index = torch.where(inside, y, 0).long()
+    index = y.clamp(0, p.cols - 1)
+    one = torch.where(kept, torch.where(index == y, 1.0, float("nan")), 0.0).to(dtype)
+    index = index.long()
     if class_weight is None:
         return Rows(index, kept, one, one, float(p.cols))
     return Rows(index, kept, class_weight[index] * one, one, class_weight.sum())
@@ -65,17 +67,17 @@ def row_losses(
     p: CrossEntropyProblem, z: torch.Tensor, rows: Rows, class_weight: torch.Tensor | None, buffer: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss and lse [rows] of capped logits; `buffer`, which may be z, is left holding exp(z - top), whose row sums come third."""
-    z_target = z.gather(1, rows.index[:, None])[:, 0]  # lse - z_target would cancel near probability 1, (top - z_target) + log does not
-    smooth: torch.Tensor | float = 0.0
+    z_target = z.gather(1, rows.index[:, None])[:, 0]
+    smooth = 0.0
     if p.label_smoothing:
         smooth = z.sum(1) if class_weight is None else z @ class_weight
-    top = z.amax(1, keepdim=True)
-    top.masked_fill_(top == float("-inf"), 0.0)  # a row of -inf has lse -inf, not NaN
+    top = z.amax(1, keepdim=True).clamp_(min=torch.finfo(z.dtype).min)  # a row of -inf has lse -inf, not NaN
     total = torch.sub(z, top, out=buffer).exp_().sum(1)
-    log_total = total.log()
-    lse = top[:, 0] + log_total
-    loss = ((top[:, 0] - z_target) + log_total) * rows.weight * (1 - p.label_smoothing)
+    top, log_total = top[:, 0], total.log()
+    lse = top + log_total
+    loss = top.sub_(z_target).add_(log_total).mul_(rows.weight)  # near probability 1, lse - z_target would cancel
     if p.label_smoothing:
+        loss *= 1 - p.label_smoothing
         loss += (lse * rows.weight_sum - smooth) * rows.one * (p.label_smoothing / p.cols)
     if p.z_loss:
         loss += lse.square() * rows.one * p.z_loss
@@ -97,15 +99,17 @@ def row_gradients(
     dz = p (u w_y + s W / V + 2 c lse) - u w_y [class = y] - s w / V with u = 1 - s, smoothing s, z-loss c, W the sum of class
     weights; dlogits = dz (1 - (z / cap)^2). Where `over` [rows] is given, `probability` lacks this divisor.
     """
-    factor = torch.where(rows.kept, 1.0, 0.0).to(lse.dtype) if scale is None else torch.where(rows.kept, scale, 0.0)
-    at_target = rows.weight * (1 - p.label_smoothing) * factor
-    smooth = rows.one * (p.label_smoothing / p.cols) * factor
-    on_p = at_target + smooth * rows.weight_sum if p.label_smoothing else at_target.clone()
-    if p.z_loss:
-        on_p += lse * rows.one * factor * (2 * p.z_loss)
-    on_p = torch.where(rows.kept, on_p if over is None else on_p / over, 0.0)
+    at_target = rows.weight if scale is None else torch.where(rows.kept, rows.weight * scale, 0.0)
+    if p.label_smoothing or p.z_loss:
+        one = rows.one if scale is None else torch.where(rows.kept, rows.one * scale, 0.0)
+        at_target = at_target * (1 - p.label_smoothing)
+        on_p = at_target + one * (lse * (2 * p.z_loss) + rows.weight_sum * (p.label_smoothing / p.cols))
+        on_p = torch.where(rows.kept, on_p if over is None else on_p / over, 0.0)
+    else:
+        on_p = at_target if over is None else torch.where(rows.kept, at_target / over, 0.0)
     dz = probability.mul_(on_p[:, None])
     if p.label_smoothing:
+        smooth = one * (p.label_smoothing / p.cols)
         dz.sub_(smooth[:, None]) if class_weight is None else dz.addr_(smooth, class_weight, alpha=-1)
     index = rows.index[:, None]
     dz.scatter_(1, index, dz.gather(1, index) - at_target[:, None])
@@ -137,13 +141,15 @@ def launch_fwd(
     dtype = compute_dtype(logits.dtype)
     weight = None if class_weight is None else class_weight.to(dtype)
     x, rows = as_rows(logits), read_targets(p, target, weight, dtype)
-    loss, lse = (torch.empty(p.rows, dtype=dtype, device=x.device) for _ in range(2))
+    losses, lses = [], []
     buffer = None
     for start, stop in chunks(p.rows, p.cols, x.device):
         z = capped(p, x[start:stop], dtype)
         if buffer is None:
             buffer = torch.empty(z.shape, dtype=dtype, device=z.device)
-        loss[start:stop], lse[start:stop], _ = row_losses(p, z, rows.part(start, stop), weight, buffer[: stop - start])
+        loss, lse, _ = row_losses(p, z, rows.part(start, stop), weight, buffer[: stop - start])
+        losses.append(loss), lses.append(lse)
+    loss, lse = (pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else x.new_empty(0, dtype=dtype) for pieces in (losses, lses))
     reduced, divisor = reduce(p, loss, rows, num_tokens)
     return reduced.view(target.shape) if p.reduction == "none" else reduced, lse, divisor
 

@@ -55,7 +55,7 @@ OP = define(
     fake_bwd=_fake_bwd,
     problem_fwd=_problem_fwd,
     problem_bwd=_problem_bwd,
-    implementations=("triton_gpu", "eager"),
+    implementations=("triton_gpu", "eager", "vendor"),
 )
 
 

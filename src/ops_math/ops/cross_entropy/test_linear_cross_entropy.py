@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import ops_math as om
-from ops_math.ops.cross_entropy import reference_linear
+from ops_math.ops.cross_entropy import eager_linear, op_linear, reference_linear
 from ops_math.ops.cross_entropy.test_cross_entropy import SYNCHRONISING, _Seen
 
 
@@ -105,3 +108,45 @@ def test_widths_that_do_not_fit_are_refused_in_words():
         om.linear_cross_entropy(x, weight, target, bias=torch.zeros(39))
     with pytest.raises(om.ArgumentError, match=r"linear_cross_entropy: target must be of shape \[12\] \(x without its last dimension\); got shape \[11\]"):
         om.linear_cross_entropy(x, weight, target[:-1])
+
+
+def test_products_in_bf16_round_once_more_and_no_worse():
+    x, weight, target = _inputs(rows=96, hidden=32, classes=700, dtype=torch.bfloat16)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    want = torch.autograd.grad(reference_linear.linear_cross_entropy(*wide, target), wide)
+    options = (-100, 0.0, 0.0, 0.0, "mean", torch.bfloat16, True, True, False)
+    problem = op_linear.OP.phases["fwd"].problem_of(x, weight, target, None, None, None, *options)
+    errors = {}
+    for config in ("fp32_products", "bf16_products"):
+        _, lse, divisor, *grads = eager_linear.launch_fwd(problem, config, x.detach(), weight.detach(), target, None, None, None)
+        got = eager_linear.launch_bwd(problem, config, torch.ones(()), x, weight, target, None, None, lse, divisor, *grads)
+        errors[config] = [((g.double() - w).norm() / w.norm()).item() for g, w in zip(got, want, strict=False)]
+    for once, twice in zip(errors["fp32_products"], errors["bf16_products"], strict=True):
+        assert once < twice < 2 * once
+
+
+VARIANTS = """
+import os, sys
+os.environ["TRITON_INTERPRET"] = "1"
+import torch
+from ops_math import catalog
+from ops_math.ops.cross_entropy import triton_gpu_linear as kernels
+from ops_math.testing import conformance
+torch.set_num_threads(1)
+operator = catalog.operators()["linear_cross_entropy"]
+broken = []
+for config in (kernels.Config(16, 64, 8, True, 256, 4), kernels.Config(8, 32, 64, False, 128, 4)):
+    kernels.configs = lambda p, device, phase, config=config: (config,)
+    operator.forget()
+    for case in operator.file("problem").CASES:
+        if case.name in ("mean", "bias, none", "mean, recomputed", "everything", "first and last rows ignored", "only the weight learns, none"):
+            broken += [f"{config}: {b}" for b in conformance.check_budget(operator, case, "fp32", "triton_gpu")]
+print("\\n".join(broken) or "none")
+"""
+
+
+@pytest.mark.interpreter
+def test_small_chunks_padding_and_the_kernel_of_one_visit_give_the_same_within_the_budget():
+    pytest.importorskip("triton", reason="needs Triton's interpreter")
+    answer = subprocess.run([sys.executable, "-c", VARIANTS], capture_output=True, text=True, timeout=280, check=False)
+    assert answer.stdout.strip() == "none", answer.stdout + answer.stderr[-2000:]
