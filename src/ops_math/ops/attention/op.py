@@ -282,7 +282,8 @@ def attention(
         )  # fmt: skip
     rule = _rule("attention", q.shape[-1], causal, scale, window, softcap, max_seqlen_q, max_seqlen_k, dropout_p)
     grad = needs_grad(q, k, v)
-    q, k, v = _cast(q), _cast(k), _cast(v)
+    dtype = store_dtype(q)
+    q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (q, k, v))
     if _draws(q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, rule, rng, return_lse):
         return op_drawn.attend(q, k, v, rule.right == 0, rule.scale, dropout_p)
     extra = _extra("attention", q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, dropout_p, rng)
@@ -374,7 +375,8 @@ def attention_qkv(
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, dropout_p=dropout_p, rng=rng, return_lse=return_lse,
         )  # fmt: skip
     rule = _rule(op, q.shape[-1], causal, scale, window, softcap, max_seqlen_q, max_seqlen_k, dropout_p)
-    q, k, v = _cast(q), _cast(k), _cast(v)
+    dtype = store_dtype(q)
+    q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (q, k, v))
     if _draws(q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, rule, rng, return_lse):
         return op_drawn.attend(q, k, v, rule.right == 0, rule.scale, dropout_p)
     extra = _extra(op, q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, dropout_p, rng)
