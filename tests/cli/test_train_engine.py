@@ -119,6 +119,7 @@ def test_runs_take_turns_in_mirrored_order(tmp_path: Path, monkeypatch: pytest.M
     assert order == [PLAIN, OPS_MATH, OPS_MATH, PLAIN] * 2
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_row_says_so_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._inductor.config as inductor
 
@@ -170,6 +171,33 @@ def test_a_checkpoint_taken_twice_has_the_same_tensors_and_no_optimizer_state_be
     rest = resumed(used, data, tmp_path / "a.safetensors")
     rest.advance(lambda: None, lambda: False)
     assert all(torch.equal(a, b) for a, b in zip(weights(rest).values(), weights(train(used, data)).values(), strict=True))
+
+
+def test_a_finished_checkpoint_has_the_weights_of_ops_math_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, PLAIN, OPS_MATH)
+    used = fixtures.config(compare=True, steps=2)
+    done = train(used, fixtures.load(tmp_path, used))
+    done.save(tmp_path / "a.safetensors")
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        held = {key: file.get_tensor(key) for key in file.keys() if not key.startswith("rng/")}
+    expected = {f"ops_math/weights/{name}": parameter for name, parameter in done.runs[OPS_MATH].model.named_parameters()}
+    assert held.keys() == expected.keys()
+    assert all(torch.equal(held[key], expected[key]) for key in held)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_stopped_comparison_with_torch_compile_ends_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, COMPILED)
+    used = fixtures.config(compare=True, steps=4)
+    data, path = fixtures.load(tmp_path, used), tmp_path / checkpoint.FILE_NAME
+    whole = train(used, data)
+    train(used, data, until=2).save(path)
+    rest = resumed(used, data, path)
+    rest.advance(lambda: None, lambda: False)
+    assert whole.unavailable == rest.unavailable == {}
+    expected, found = weights(whole), weights(rest)
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
 
 
 def test_public_weight_names_stand_in_the_checkpoint(tmp_path: Path) -> None:

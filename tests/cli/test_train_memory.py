@@ -79,6 +79,7 @@ def test_only_outermost_operators_and_compiled_kernels_count() -> None:
     assert memory.outermost_operators(events) == 5
 
 
+@pytest.mark.slow
 def test_a_run_measured_apart_needs_what_it_needs_here() -> None:
     used = fixtures.config(model="llama-tiny", batch=1, seq=16)
     ids = torch.randint(0, 8192, (1, 16), generator=torch.Generator().manual_seed(0))
@@ -92,6 +93,7 @@ def test_a_run_measured_apart_needs_what_it_needs_here() -> None:
     assert apart.peak_bytes > 12 * 10_458_368
 
 
+@pytest.mark.slow
 def test_a_measurement_that_dies_says_how() -> None:
     used = fixtures.config(model="llama-tiny", batch=1, seq=16)
     ids = torch.full((1, 16), 9000)
@@ -155,6 +157,7 @@ def test_a_run_that_cannot_fit_on_the_cpu_is_refused_before_it_starts(monkeypatc
         capacity.check(used)
 
 
+@pytest.mark.slow
 def test_an_allocation_that_fails_is_told_in_words() -> None:
     code = (
         "import resource, torch\n"

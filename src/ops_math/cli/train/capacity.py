@@ -129,16 +129,20 @@ def advice(config: TrainConfig, needed: Need, free: int) -> str:
     return "Choose a smaller model (`--model help` lists them)"
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator raised this."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
 def explain(error: BaseException, config: TrainConfig, free_at_start: int) -> None:
     """Turn an allocator's error into words; any other error is left alone.
 
     Raises:
         UnsupportedError: when `error` is an out-of-memory error.
     """
-    text = str(error)
-    if not (isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: can't allocate memory" in text):
+    if not out_of_memory(error):
         return
-    found = ASKED.search(text)
+    found = ASKED.search(str(error))
     asked = "an allocation failed" if found is None else f"an allocation of {found[1] or gib(int(found[2]))} failed"
     needed = need(config)
     refuse(

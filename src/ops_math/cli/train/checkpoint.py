@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ops_math import __version__, checks
-from ops_math.cli.train.config import COMMAND
-from ops_math.cli.train.engine import Run
+from ops_math.cli.train.config import COMMAND, OPS_MATH
+from ops_math.cli.train.engine import WEIGHTS, Run
 
 FILE_NAME = "checkpoint.safetensors"
 HEADER = "ops_math.train"
@@ -59,12 +59,21 @@ def versions() -> dict[str, str]:
 def write(path: Path, state: State, runs: dict[str, Run]) -> None:
     """Write a checkpoint atomically.
 
+    One that stopped early has everything that going on needs. A finished one has the weights of ops-math's run alone: nothing
+    resumes it, and the optimizers of a comparison would be eight times as large.
+
     Raises:
         UnsupportedError: when the place holds a file that is not a checkpoint of ours, or cannot be written.
     """
     if path.exists():
         read_state(path, "it is in the way of a new checkpoint and is left as it is")
-    tensors = {f"{name}/{key}": _alone(value) for name, run in runs.items() for key, value in run.tensors().items()}
+    finished = state.step == state.config["steps"]
+    tensors = {
+        f"{name}/{key}": _alone(value)
+        for name, run in runs.items()
+        for key, value in run.tensors().items()
+        if not finished or (name == OPS_MATH and key.startswith(WEIGHTS))
+    }
     tensors[RNG_CPU] = torch.get_rng_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         tensors[RNG_CUDA] = torch.cuda.get_rng_state()

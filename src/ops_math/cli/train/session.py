@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ops_math import checks
-from ops_math.cli.train import checkpoint, variants
+from ops_math.cli.train import capacity, checkpoint, variants
 from ops_math.cli.train.checkpoint import State
 from ops_math.cli.train.config import COMMAND, COMPILED, PLAIN, TrainConfig
 from ops_math.cli.train.data import Data, generator
@@ -63,7 +63,7 @@ class Session:
                 try:
                     run.timed_step(batch, self.step)
                 except RuntimeError as error:
-                    if isinstance(error, torch.OutOfMemoryError):
+                    if capacity.out_of_memory(error):
                         raise
                     # The compiler is met at the first step; without one the comparison goes on.
                     self.unavailable[name] = f"it failed to compile ({variants.first_line(error)})"
