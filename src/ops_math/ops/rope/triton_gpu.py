@@ -28,8 +28,10 @@ class Config(NamedTuple):
 
 
 def supports(p: RopeProblem, device: Device, phase: str) -> str | None:
-    """fp64 has no kernel; everything else does."""
-    return "has no fp64 kernel" if "fp64" in (p.x, p.out, p.table) else None
+    """Not fp64, and no more tokens than 32 bits count."""
+    if "fp64" in (p.x, p.out, p.table):
+        return "has no fp64 kernel"
+    return "counts tokens in 32 bits" if p.batch * p.seq >= 2**31 - 16 else None
 
 
 def configs(p: RopeProblem, device: Device, phase: str) -> tuple[Config, ...]:
@@ -48,10 +50,10 @@ def configs(p: RopeProblem, device: Device, phase: str) -> tuple[Config, ...]:
 def _place(num_tokens, seq, shares, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr):
     """The program's tokens [T, 1, 1] as sequence, place in it and whether they exist, and its heads [1, H, 1] and [1, K, 1]."""
     share = (tl.program_id(0) % shares).to(tl.int64)
-    token = (tl.program_id(0) // shares).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None, None]
+    token = (tl.program_id(0) // shares) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None, None]  # in 32 bits, where division is cheap
     q_head = share * BLOCK_H + tl.arange(0, BLOCK_H)[None, :, None]
     k_head = share * BLOCK_K + tl.arange(0, BLOCK_K)[None, :, None]
-    return token // seq, token % seq, token < num_tokens, q_head, k_head
+    return (token // seq).to(tl.int64), (token % seq).to(tl.int64), token < num_tokens, q_head, k_head
 
 
 @triton.jit
