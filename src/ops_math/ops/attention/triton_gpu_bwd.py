@@ -32,10 +32,11 @@ def _delta_kernel(
 @triton.jit
 def _probability(s, offset, scale, softcap, SOFTCAP: tl.constexpr):
     """Probabilities of raw scores, given the exponent of their row's sum, and the slope of the soft cap."""
+    x, slope = s * (scale * LOG2E), 1.0
     if SOFTCAP:
         t = tanh_tile(s * (scale / softcap))
-        return tl.exp2(t * (softcap * LOG2E) - offset), 1.0 - t * t
-    return tl.exp2(s * (scale * LOG2E) - offset), 1.0
+        x, slope = t * (softcap * LOG2E), 1.0 - t * t
+    return tl.exp2(x - offset), slope
 
 
 @triton.jit
