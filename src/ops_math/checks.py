@@ -177,7 +177,8 @@ def within(operator: str, argument: str, value: float, low: float, high: float) 
 def not_empty(operator: str, argument: str, value: torch.Tensor, dim: int) -> None:
     """The dimension has at least one element."""
     if value.shape[dim] == 0:
-        fail(operator, argument, f"of at least one element in dimension {dim}", f"shape {shape_text(value.shape)}", "There is nothing to choose from.")
+        got = f"shape {shape_text(value.shape)}"
+        fail(operator, argument, f"of at least one element in dimension {dim}", got, "There is nothing to choose from.")
 
 
 def no_gradient(operator: str, argument: str, value: torch.Tensor) -> None:
@@ -193,7 +194,8 @@ def token_count(operator: str, num_tokens: Any, reduction: str) -> None:
     if num_tokens.dim() != 0:
         fail(operator, "num_tokens", "a tensor []", f"shape {shape_text(num_tokens.shape)}", "Reduce it to one number: num_tokens.sum().")
     if reduction != "mean":
-        fail(operator, "num_tokens", "None unless reduction is 'mean'", f"a tensor with reduction {reduction!r}", "Use reduction='mean', or divide yourself.")
+        got = f"a tensor with reduction {reduction!r}"
+        fail(operator, "num_tokens", "None unless reduction is 'mean'", got, "Use reduction='mean', or divide yourself.")
     no_gradient(operator, "num_tokens", num_tokens)
 
 

@@ -64,7 +64,10 @@ def attempt(label: str, fn: Callable[[], None]) -> None:
         fn()
     except Exception as error:  # noqa: BLE001 (each line stands alone)
         where = traceback.extract_tb(error.__traceback__)[-1]
-        print(f"FAILED {label}: {type(error).__name__}: {str(error)[:400]!r} at {where.filename.rsplit('/', 1)[-1]}:{where.lineno}", flush=True)
+        print(
+            f"FAILED {label}: {type(error).__name__}: {str(error)[:400]!r} at {where.filename.rsplit('/', 1)[-1]}:{where.lineno}",
+            flush=True,
+        )
         torch.cuda.empty_cache()
 
 
@@ -83,7 +86,17 @@ def right_loss(rows: int, cols: int, dtype: torch.dtype, **changes: Any) -> None
     logits, target = (3 * torch.randn(rows, cols, device=GPU)).to(dtype), torch.randint(0, cols, (rows,), device=GPU)
     target[::7] = -100
     dloss = torch.randn(rows, device=GPU)
-    fwd = (logits, target, None, None, -100, changes.get("label_smoothing", 0.0), changes.get("z_loss", 0.0), changes.get("softcap") or 0.0, "none")
+    fwd = (
+        logits,
+        target,
+        None,
+        None,
+        -100,
+        changes.get("label_smoothing", 0.0),
+        changes.get("z_loss", 0.0),
+        changes.get("softcap") or 0.0,
+        "none",
+    )
     wide = logits.double().requires_grad_()
     want = reference.cross_entropy(wide, target, reduction="none", **changes)
     (want_d,) = torch.autograd.grad(want, wide, dloss.double())
@@ -120,7 +133,9 @@ def right_linear(rows: int, hidden: int, cols: int, dtype: torch.dtype, reductio
             grads = grads if when == "forward" else [None] * 3
             bwd = (dloss, x, weight, target, bias, None, lse, divisor if reduction == "mean" else None, *grads)
             results = module.launch_bwd(op_linear.OP.phases["bwd"].problem_of(*bwd, *options, True, True, biased), config, *bwd)
-            errors = "; ".join(f"{n} {error_of(g, w)}" for n, g, w in zip(("loss", "dx", "dw", "db"), (loss, *results), wanted, strict=False))
+            errors = "; ".join(
+                f"{n} {error_of(g, w)}" for n, g, w in zip(("loss", "dx", "dw", "db"), (loss, *results), wanted, strict=False)
+            )
             print(f"right linear [{rows},{hidden}]x[{cols}] {str(dtype)[6:]} {reduction} {when} {name} {config}: {errors}", flush=True)
 
 
@@ -142,8 +157,13 @@ def right() -> None:
 
 
 def loss() -> None:
-    """[8192, 128256] bf16: every configuration, forward and backward, GB/s counting one pass forward and two backward."""
-    rows, cols = 8192, 128256
+    """bf16 logits whose rows lie on 16-byte boundaries and whose do not."""
+    for cols in (128256, 50257):
+        attempt(f"loss {cols}", lambda c=cols: loss_of(8192, c))
+
+
+def loss_of(rows: int, cols: int) -> None:
+    """Every configuration, forward and backward, GB/s counting one pass forward and two backward."""
     torch.manual_seed(0)
     logits, target = torch.randn(rows, cols, device=GPU, dtype=torch.bfloat16), torch.randint(0, cols, (rows,), device=GPU)
     one, num_bytes = torch.ones((), device=GPU), rows * cols * 2
@@ -160,8 +180,18 @@ def loss() -> None:
         bwd = (one, logits, target, None, lse, divisor)
         attempt(str(config), lambda c=config, b=bwd: show(f"bwd {c}", kernel_ms(lambda: triton_gpu.launch_bwd(problem, c, *b)), 2))
     leaf = logits.requires_grad_()
-    attempt("whole", lambda: show("fwd+bwd through the public function", kernel_ms(lambda: torch.autograd.grad(op.cross_entropy(leaf, target), leaf), top=5), 3))
-    attempt("eager", lambda: show("fwd+bwd torch eager", kernel_ms(lambda: torch.autograd.grad(F.cross_entropy(leaf.float(), target), leaf), repeats=3), 3))
+    attempt(
+        "whole",
+        lambda: show(
+            "fwd+bwd through the public function", kernel_ms(lambda: torch.autograd.grad(op.cross_entropy(leaf, target), leaf), top=5), 3
+        ),
+    )
+    attempt(
+        "eager",
+        lambda: show(
+            "fwd+bwd torch eager", kernel_ms(lambda: torch.autograd.grad(F.cross_entropy(leaf.float(), target), leaf), repeats=3), 3
+        ),
+    )
 
 
 # ---- linear ---------------------------------------------------------------------------------------------------------------------------
@@ -170,7 +200,10 @@ def loss() -> None:
 def linear_one(rows: int, hidden: int, cols: int, when: str, config: triton_gpu_linear.Config, top: int = 0) -> None:
     """Forward and backward of one configuration."""
     torch.manual_seed(0)
-    x, weight = torch.randn(rows, hidden, device=GPU, dtype=torch.bfloat16), torch.randn(cols, hidden, device=GPU, dtype=torch.bfloat16) * hidden**-0.5
+    x, weight = (
+        torch.randn(rows, hidden, device=GPU, dtype=torch.bfloat16),
+        torch.randn(cols, hidden, device=GPU, dtype=torch.bfloat16) * hidden**-0.5,
+    )
     target, one = torch.randint(0, cols, (rows,), device=GPU), torch.ones((), device=GPU)
     options = (-100, 0.0, 0.0, 0.0, "mean", torch.bfloat16)
     fwd = (x, weight, target, None, None, None, *options, *((when == "forward",) * 2), False)
@@ -184,7 +217,8 @@ def linear_one(rows: int, hidden: int, cols: int, when: str, config: triton_gpu_
     peak, kept = peak_bytes(both)
     ms = kernel_ms(both, repeats=4, top=top)
     rate = 6 * rows * hidden * cols / ms / 1e9
-    print(f"linear [{rows},{hidden}]x[{cols}] {when} {config}: {ms:.3f} ms {rate:.0f} TFLOP/s, peak {peak / GIB:.3f} GiB, gradients {kept / GIB:.3f} GiB", flush=True)
+    speed = f"{ms:.3f} ms {rate:.0f} TFLOP/s, peak {peak / GIB:.3f} GiB, gradients {kept / GIB:.3f} GiB"
+    print(f"linear [{rows},{hidden}]x[{cols}] {when} {config}: {speed}", flush=True)
 
 
 def linear_eager(rows: int, hidden: int, cols: int) -> None:
@@ -198,32 +232,28 @@ def linear_eager(rows: int, hidden: int, cols: int) -> None:
 
     peak, kept = peak_bytes(both)
     ms = kernel_ms(both, repeats=2)
-    print(f"linear [{rows},{hidden}]x[{cols}] torch eager: {ms:.3f} ms {6 * rows * hidden * cols / ms / 1e9:.0f} TFLOP/s, peak {peak / GIB:.3f} GiB, gradients {kept / GIB:.3f} GiB", flush=True)
+    rate = 6 * rows * hidden * cols / ms / 1e9
+    speed = f"{ms:.3f} ms {rate:.0f} TFLOP/s, peak {peak / GIB:.3f} GiB, gradients {kept / GIB:.3f} GiB"
+    print(f"linear [{rows},{hidden}]x[{cols}] torch eager: {speed}", flush=True)
 
 
 def linear() -> None:
     """All configurations and a sweep of chunk sizes on the shapes of the goals."""
     here = backends.device_of(GPU)
-    for rows, hidden, cols in ((16384, 2048, 128256), (8192, 4096, 128256), (16384, 1024, 30522)):
-        meta = [torch.empty(s, device="meta", dtype=torch.bfloat16) for s in ((rows, hidden), (cols, hidden))]
-        fwd = (*meta, torch.empty(rows, device="meta", dtype=torch.int64), None, None, None, -100, 0.0, 0.0, 0.0, "mean", torch.bfloat16, True, True, False)
-        problem = op_linear.OP.phases["fwd"].problem_of(*fwd)
+    for shape in ((16384, 2048, 128256), (8192, 4096, 128256), (16384, 1024, 30522)):
+        rows, hidden, cols = shape
+        x, weight = (torch.empty(s, device="meta", dtype=torch.bfloat16) for s in ((rows, hidden), (cols, hidden)))
+        options = (-100, 0.0, 0.0, 0.0, "mean", torch.bfloat16, True, True, False)
+        problem = op_linear.OP.phases["fwd"].problem_of(x, weight, None, None, None, None, *options)
         fast, lean = (triton_gpu_linear.configs(problem._replace(when=w), here, "fwd")[0] for w in ("forward", "backward"))
-        label = f"linear [{rows},{hidden}]x[{cols}]"
-        attempt(label, lambda a=(rows, hidden, cols), c=fast: linear_one(*a, "forward", c, top=6))
-        for changes in ({"one_visit": True}, {"one_visit": True, "block_n": 4096}, {"one_visit": True, "num_warps": 32}):
-            attempt(label, lambda a=(rows, hidden, cols), c=fast._replace(**changes): linear_one(*a, "forward", c))
-        for chunk in (512, 1024, 2048, 4096, 8192):
-            if chunk != fast.chunk_rows and chunk <= rows:
-                attempt(label, lambda a=(rows, hidden, cols), c=fast._replace(chunk_rows=chunk): linear_one(*a, "forward", c))
-        attempt(label, lambda a=(rows, hidden, cols), c=lean: linear_one(*a, "backward", c, top=6))
-        for width in (2048, 4096, 8192, 16384):
-            if width != lean.slice_cols:
-                attempt(label, lambda a=(rows, hidden, cols), c=lean._replace(slice_cols=width): linear_one(*a, "backward", c))
-        if cols % 64:
-            for multiple in (1, 8):
-                attempt(label, lambda a=(rows, hidden, cols), c=fast._replace(vocab_multiple=multiple): linear_one(*a, "forward", c))
-        attempt(label, lambda a=(rows, hidden, cols): linear_eager(*a))
+        runs = [("forward", fast, 6), ("backward", lean, 6)]
+        runs += [("forward", fast._replace(one_visit=True, block_n=n, num_warps=w), 0) for n, w in ((8192, 16), (4096, 16), (8192, 32))]
+        runs += [("forward", fast._replace(chunk_rows=n), 0) for n in (512, 1024, 2048, 4096, 8192) if n != fast.chunk_rows]
+        runs += [("backward", lean._replace(slice_cols=n), 0) for n in (2048, 4096, 8192, 16384) if n != lean.slice_cols]
+        runs += [("forward", fast._replace(vocab_multiple=n), 0) for n in (1, 8) if cols % 64]
+        for when, config, top in runs:
+            attempt(f"{shape} {config}", lambda s=shape, w=when, c=config, t=top: linear_one(*s, w, c, t))
+        attempt(f"{shape}", lambda s=shape: linear_eager(*s))
         torch.cuda.empty_cache()
 
 

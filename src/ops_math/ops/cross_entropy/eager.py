@@ -68,7 +68,7 @@ def row_losses(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss and lse [rows] of capped logits; `buffer`, which may be z, is left holding exp(z - top), whose row sums come third."""
     z_target = z.gather(1, rows.index[:, None])[:, 0]
-    smooth = 0.0
+    smooth = z_target
     if p.label_smoothing:
         smooth = z.sum(1) if class_weight is None else z @ class_weight
     top = z.amax(1, keepdim=True).clamp_(min=torch.finfo(z.dtype).min)  # a row of -inf has lse -inf, not NaN
@@ -135,7 +135,12 @@ def mean_divisor(num_tokens: torch.Tensor, kept: torch.Tensor, dtype: torch.dtyp
 
 
 def launch_fwd(
-    p: CrossEntropyProblem, config: None, logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, num_tokens: torch.Tensor | None
+    p: CrossEntropyProblem,
+    config: None,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    num_tokens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss, lse [rows], and the divisor of the mean (empty without one)."""
     dtype = compute_dtype(logits.dtype)
@@ -148,8 +153,11 @@ def launch_fwd(
         if buffer is None:
             buffer = torch.empty(z.shape, dtype=dtype, device=z.device)
         loss, lse, _ = row_losses(p, z, rows.part(start, stop), weight, buffer[: stop - start])
-        losses.append(loss), lses.append(lse)
-    loss, lse = (pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else x.new_empty(0, dtype=dtype) for pieces in (losses, lses))
+        losses.append(loss)
+        lses.append(lse)
+    loss, lse = (
+        pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else x.new_empty(0, dtype=dtype) for pieces in (losses, lses)
+    )
     reduced, divisor = reduce(p, loss, rows, num_tokens)
     return reduced.view(target.shape) if p.reduction == "none" else reduced, lse, divisor
 

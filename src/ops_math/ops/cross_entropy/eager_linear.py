@@ -61,11 +61,16 @@ class Gradients:
     def __init__(self, p: LinearCrossEntropyProblem, layer: Layer) -> None:
         self.layer = layer
         device = layer.x.device
-        shapes = ((p.rows, p.hidden) if p.need_dx else (0,)), ((p.cols, p.hidden) if p.need_dw else (0,)), ((p.cols,) if p.need_db else (0,))
+        shapes = (
+            ((p.rows, p.hidden) if p.need_dx else (0,)),
+            ((p.cols, p.hidden) if p.need_dw else (0,)),
+            ((p.cols,) if p.need_db else (0,)),
+        )
         self.dx, self.dw, self.db = (torch.empty(shape, dtype=layer.wide, device=device) for shape in shapes)
         self.need_dx, self.need_dw, self.need_db = p.need_dx, p.need_dw, p.need_db
         if p.rows == 0:
-            self.dw.zero_(), self.db.zero_()
+            self.dw.zero_()
+            self.db.zero_()
 
     def add(self, start: int, stop: int, x: torch.Tensor, dlogits: torch.Tensor) -> None:
         """The contribution of a chunk; the first one overwrites."""
@@ -143,7 +148,9 @@ def launch_fwd(
             loss[at], lse[at], total = eager.row_losses(p.loss, z, rows.part(at.start, at.stop), class_weight, work)
             if grads is not None:
                 capped = z if p.softcap else None
-                _write(part, eager.row_gradients(p.loss, work, capped, rows.part(at.start, at.stop), lse[at], None, class_weight, over=total))
+                _write(
+                    part, eager.row_gradients(p.loss, work, capped, rows.part(at.start, at.stop), lse[at], None, class_weight, over=total)
+                )
         if grads is not None:
             grads.add(start, stop, xs, logits)
     reduced, divisor = eager.reduce(p.loss, loss, rows, num_tokens)
@@ -180,7 +187,10 @@ def launch_bwd(
             z, work = _opened(p, part, layer)
             torch.sub(z, lse[at, None], out=work).exp_()
             scale = None if per_row is None else per_row[at]
-            _write(part, eager.row_gradients(p.loss, work, z if p.softcap else None, rows.part(at.start, at.stop), lse[at], scale, class_weight))
+            _write(
+                part,
+                eager.row_gradients(p.loss, work, z if p.softcap else None, rows.part(at.start, at.stop), lse[at], scale, class_weight),
+            )
         grads.add(start, stop, xs, logits)
     return finish(p, x, common, divisor, grads.dx, grads.dw, grads.db)
 
@@ -201,7 +211,13 @@ def factor_of(scale: torch.Tensor, divisor: torch.Tensor | None) -> torch.Tensor
 
 
 def finish(
-    p: LinearCrossEntropyProblem, x: torch.Tensor, scale: torch.Tensor, divisor: torch.Tensor | None, dx: torch.Tensor | None, dw: torch.Tensor | None, db: torch.Tensor | None
+    p: LinearCrossEntropyProblem,
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    divisor: torch.Tensor | None,
+    dx: torch.Tensor | None,
+    dw: torch.Tensor | None,
+    db: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients times scale / divisor, each rounded once to its input's dtype."""
     factor = factor_of(scale, divisor)

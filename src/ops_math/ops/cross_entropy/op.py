@@ -17,24 +17,24 @@ from ops_math.spec import dtype_name as name_of
 REDUCTIONS = ("none", "mean", "sum")
 
 
-def _problem_fwd(
-    logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, num_tokens: torch.Tensor | None,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, reduction: str,
-) -> CrossEntropyProblem:  # fmt: skip
+Maybe = torch.Tensor | None
+
+
+def _problem_fwd(logits: torch.Tensor, target: torch.Tensor, class_weight: Maybe, num_tokens: Maybe, *options: Any) -> CrossEntropyProblem:
     weight = "" if class_weight is None else name_of(class_weight.dtype)
-    return CrossEntropyProblem(
-        product(logits.shape[:-1]), logits.shape[-1], name_of(logits.dtype), weight, ignore_index, label_smoothing, z_loss, softcap, reduction, num_tokens is not None
-    )
+    sizes = product(logits.shape[:-1]), logits.shape[-1]
+    return CrossEntropyProblem._make((*sizes, name_of(logits.dtype), weight, *options, num_tokens is not None))
 
 
 def _problem_bwd(
-    dloss: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, lse: torch.Tensor, divisor: torch.Tensor | None,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, reduction: str,
-) -> CrossEntropyProblem:  # fmt: skip
-    return _problem_fwd(logits, target, class_weight, None, ignore_index, label_smoothing, z_loss, softcap, reduction)
+    dloss: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, class_weight: Maybe, lse: torch.Tensor, divisor: Maybe, *options: Any
+) -> CrossEntropyProblem:
+    return _problem_fwd(logits, target, class_weight, None, *options)
 
 
-def _fake_fwd(logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, num_tokens: torch.Tensor | None, *options: Any) -> tuple[torch.Tensor, ...]:
+def _fake_fwd(
+    logits: torch.Tensor, target: torch.Tensor, class_weight: Maybe, num_tokens: Maybe, *options: Any
+) -> tuple[torch.Tensor, ...]:
     dtype, reduction = compute_dtype(logits.dtype), options[-1]
     loss = logits.new_empty(target.shape if reduction == "none" else (), dtype=dtype)
     divisor = logits.new_empty((), dtype=dtype) if reduction == "mean" else absent(logits, dtype)
@@ -63,7 +63,9 @@ class _CrossEntropy(torch.autograd.Function):
     """Saves the logits and, row by row, their logsumexp."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, num_tokens: torch.Tensor | None, options: tuple[Any, ...]) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, class_weight: Maybe, num_tokens: Maybe, options: tuple[Any, ...]
+    ) -> torch.Tensor:
         loss, lse, divisor = OP.fwd(logits, target, class_weight, num_tokens, *options)
         ctx.save_for_backward(logits, target, class_weight, lse, divisor if options[-1] == "mean" else None)
         ctx.options = options
@@ -76,10 +78,18 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def check_options(
-    operator: str, first: str, x: torch.Tensor, num_classes: int, target: torch.Tensor, class_weight: torch.Tensor | None,
-    label_smoothing: float, z_loss: float, softcap: float | None, reduction: str, num_tokens: torch.Tensor | None, ignore_index: int,
-) -> None:  # fmt: skip
-    """What both operators ask of their arguments."""
+    operator: str,
+    first: str,
+    x: torch.Tensor,
+    num_classes: int,
+    target: torch.Tensor,
+    class_weight: Maybe,
+    num_tokens: Maybe,
+    softcap: float | None,
+    options: tuple[Any, ...],
+) -> None:
+    """What both operators ask of their arguments; `first` names x."""
+    ignore_index, label_smoothing, z_loss, _, reduction = options
     checks.integer(operator, "target", target)
     checks.shape(operator, "target", target, x.shape[:-1], f"{first} without its last dimension")
     checks.same_device(operator, first, x, target=target, class_weight=class_weight)
@@ -144,13 +154,13 @@ def cross_entropy(
     checks.floating("cross_entropy", "logits", logits)
     checks.at_least_1d("cross_entropy", "logits", logits)
     checks.not_empty("cross_entropy", "logits", logits, -1)
-    check_options("cross_entropy", "logits", logits, logits.shape[-1], target, class_weight, label_smoothing, z_loss, softcap, reduction, num_tokens, ignore_index)
+    options = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0), reduction)
+    check_options("cross_entropy", "logits", logits, logits.shape[-1], target, class_weight, num_tokens, softcap, options)
     if not settings.active():
         return plain.cross_entropy(
             logits, target, class_weight=class_weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
             z_loss=z_loss, softcap=softcap, reduction=reduction, num_tokens=num_tokens,
         )  # fmt: skip
-    options = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0), reduction)
     if needs_grad(logits):
         return apply(_CrossEntropy, logits, target, class_weight, num_tokens, options)
     return OP.fwd(logits, target, class_weight, num_tokens, *options)[0]

@@ -20,29 +20,41 @@ def _name(t: torch.Tensor | None) -> str:
     return "" if t is None else name_of(t.dtype)
 
 
+Maybe = torch.Tensor | None
+
+
 def _problem_fwd(
-    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None, class_weight: torch.Tensor | None, num_tokens: torch.Tensor | None,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, reduction: str, store: torch.dtype, need_dx: bool, need_dw: bool, need_db: bool,
-) -> LinearCrossEntropyProblem:  # fmt: skip
-    return LinearCrossEntropyProblem(
-        product(x.shape[:-1]), x.shape[-1], weight.shape[0], name_of(x.dtype), name_of(weight.dtype), _name(bias), _name(class_weight), name_of(store),
-        ignore_index, label_smoothing, z_loss, softcap, reduction, num_tokens is not None, "forward" if need_dx or need_dw or need_db else "never", need_dx, need_dw, need_db,
-    )  # fmt: skip
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Maybe, class_weight: Maybe, num_tokens: Maybe, *options: Any
+) -> LinearCrossEntropyProblem:
+    *loss, store, need_dx, need_dw, need_db = options
+    when = "forward" if need_dx or need_dw or need_db else "never"
+    names = name_of(x.dtype), name_of(weight.dtype), _name(bias), _name(class_weight), name_of(store)
+    sizes = product(x.shape[:-1]), x.shape[-1], weight.shape[0]
+    return LinearCrossEntropyProblem._make((*sizes, *names, *loss, num_tokens is not None, when, need_dx, need_dw, need_db))
 
 
 def _problem_bwd(
-    dloss: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None, class_weight: torch.Tensor | None,
-    lse: torch.Tensor, divisor: torch.Tensor | None, dx: torch.Tensor | None, dweight: torch.Tensor | None, dbias: torch.Tensor | None,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, reduction: str, store: torch.dtype, need_dx: bool, need_dw: bool, need_db: bool,
-) -> LinearCrossEntropyProblem:  # fmt: skip
-    p = _problem_fwd(x, weight, target, bias, class_weight, None, ignore_index, label_smoothing, z_loss, softcap, reduction, store, need_dx, need_dw, need_db)
-    return p._replace(when="backward" if dx is None else "forward")
+    dloss: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: Maybe,
+    class_weight: Maybe,
+    lse: torch.Tensor,
+    divisor: Maybe,
+    dx: Maybe,
+    dweight: Maybe,
+    dbias: Maybe,
+    *options: Any,
+) -> LinearCrossEntropyProblem:
+    problem = _problem_fwd(x, weight, target, bias, class_weight, None, *options)
+    return problem._replace(when="backward" if dx is None else "forward")
 
 
 def _fake_fwd(
-    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None, class_weight: torch.Tensor | None, num_tokens: torch.Tensor | None,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, reduction: str, store: torch.dtype, need_dx: bool, need_dw: bool, need_db: bool,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Maybe, class_weight: Maybe, num_tokens: Maybe, *options: Any
+) -> tuple[torch.Tensor, ...]:
+    reduction, store, need_dx, need_dw, need_db = options[-5:]
     rows, wide = product(x.shape[:-1]), compute_dtype(store)
     return (
         x.new_empty(target.shape if reduction == "none" else (), dtype=wide),
@@ -55,10 +67,9 @@ def _fake_fwd(
 
 
 def _fake_bwd(
-    dloss: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None, class_weight: torch.Tensor | None,
-    lse: torch.Tensor, divisor: torch.Tensor | None, dx: torch.Tensor | None, dweight: torch.Tensor | None, dbias: torch.Tensor | None,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, reduction: str, store: torch.dtype, need_dx: bool, need_dw: bool, need_db: bool,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    dloss: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Maybe, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    need_dx, need_dw, need_db = rest[-3:]
     db_dtype = weight.dtype if bias is None else bias.dtype
     return (
         x.new_empty(x.shape) if need_dx else absent(x),
@@ -67,13 +78,17 @@ def _fake_bwd(
     )
 
 
-_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction, ScalarType store, bool need_dx, bool need_dw, bool need_db"
+_TENSORS = "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight"
+_OPTIONS = (
+    "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction, "
+    "ScalarType store, bool need_dx, bool need_dw, bool need_db"
+)
+_SAVED = "Tensor lse, Tensor? divisor, Tensor? dx, Tensor? dweight, Tensor? dbias"
 OP = define(
     "linear_cross_entropy",
     __package__,
-    fwd=f"(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? num_tokens, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    bwd="(Tensor dloss, Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, Tensor lse, Tensor? divisor, "
-    f"Tensor? dx, Tensor? dweight, Tensor? dbias, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    fwd=f"({_TENSORS}, Tensor? num_tokens, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    bwd=f"(Tensor dloss, {_TENSORS}, {_SAVED}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     fake_fwd=_fake_fwd,
     fake_bwd=_fake_bwd,
     problem_fwd=_problem_fwd,
@@ -89,12 +104,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None, class_weight: torch.Tensor | None,
-        num_tokens: torch.Tensor | None, options: tuple[Any, ...], store: torch.dtype, recompute: bool,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: Maybe,
+        class_weight: Maybe,
+        num_tokens: Maybe,
+        options: tuple[Any, ...],
+        store: torch.dtype,
+        recompute: bool,
+    ) -> torch.Tensor:
         needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]
         later = recompute or options[-1] == "none"
-        loss, lse, divisor, *grads = OP.fwd(x, weight, target, bias, class_weight, num_tokens, *options, store, *((False,) * 3 if later else needs))
+        loss, lse, divisor, *grads = OP.fwd(
+            x, weight, target, bias, class_weight, num_tokens, *options, store, *((False,) * 3 if later else needs)
+        )
         kept = [None] * 3 if later else grads
         ctx.save_for_backward(x, weight, target, bias, class_weight, lse, divisor if options[-1] == "mean" else None, *kept)
         ctx.options = (*options, store, *needs)
@@ -158,13 +183,13 @@ def linear_cross_entropy(
         checks.floating(operator, "bias", bias)
         checks.shape(operator, "bias", bias, weight.shape[:1], "one value a row of weight")
     checks.same_device(operator, "x", x, weight=weight, bias=bias)
-    check_options(operator, "x", x, weight.shape[0], target, class_weight, label_smoothing, z_loss, softcap, reduction, num_tokens, ignore_index)
+    options = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0), reduction)
+    check_options(operator, "x", x, weight.shape[0], target, class_weight, num_tokens, softcap, options)
     if not settings.active():
         return plain_linear.linear_cross_entropy(
             x, weight, target, bias=bias, class_weight=class_weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
             z_loss=z_loss, softcap=softcap, reduction=reduction, num_tokens=num_tokens,
         )  # fmt: skip
-    options = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0), reduction)
     store = store_dtype(x)
     if needs_grad(x, weight, bias):
         return apply(_LinearCrossEntropy, x, weight, target, bias, class_weight, num_tokens, options, store, recompute)

@@ -11,7 +11,13 @@ from ops_math.ops.cross_entropy.plain import cross_entropy
 
 
 def linear_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, bias: torch.Tensor | None = None, recompute: bool = False, **options: Any
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    recompute: bool = False,
+    **options: Any,
 ) -> torch.Tensor:
     """`F.linear`, then `F.cross_entropy`; the logits exist whole."""
     if not torch.is_autocast_enabled(x.device.type):

@@ -80,7 +80,8 @@ def _simple(rows: int, cols: int, ignored: float = 0.0, scale: float = 2.0, **op
 
 def _weighted(rows: int, cols: int, ignored: float = 0.0, dtype: str = "fp32", **options: Any) -> Any:
     return lambda d: Call(
-        (d.normal(rows, cols, scale=2.0), targets(d, cols, rows, ignored=ignored)), {"class_weight": class_weights(d, cols, dtype), **options}
+        (d.normal(rows, cols, scale=2.0), targets(d, cols, rows, ignored=ignored)),
+        {"class_weight": class_weights(d, cols, dtype), **options},
     )
 
 
@@ -105,16 +106,45 @@ CASES = (
     Case("one class", "cross_entropy", _simple(5, 1, reduction="none")),
     Case("31 classes", "cross_entropy", _simple(130, 31, ignored=0.1)),
     Case("4001 classes", "cross_entropy", _simple(7, 4001, reduction="none")),
+    Case("rows off 16-byte boundaries", "cross_entropy", _simple(3, 4501, ignored=0.3)),
+    Case(
+        "rows off 16-byte boundaries, everything",
+        "cross_entropy",
+        _weighted(3, 4501, label_smoothing=0.1, z_loss=1e-3, softcap=5.0, reduction="none"),
+        frozen=("class_weight",),
+    ),
+    Case("wide rows", "cross_entropy", _simple(3, 4512, ignored=0.3)),
+    Case(
+        "wide rows, everything",
+        "cross_entropy",
+        _weighted(3, 4512, label_smoothing=0.1, z_loss=1e-3, softcap=5.0),
+        frozen=("class_weight",),
+    ),
     Case("wider than a block", "cross_entropy", _simple(4, 20011, ignored=0.3), small=False),
     Case("many small rows", "cross_entropy", _simple(32768, 11, ignored=0.1), small=False),
     Case("no rows, sum", "cross_entropy", _simple(0, 64, reduction="sum")),
-    Case("first and last rows ignored", "cross_entropy", lambda d: Call((d.normal(9, 70), d.tensor([IGNORE, 3, 69, IGNORE, 0, 1, 2, IGNORE, IGNORE])), {})),
+    Case(
+        "first and last rows ignored",
+        "cross_entropy",
+        lambda d: Call((d.normal(9, 70), d.tensor([IGNORE, 3, 69, IGNORE, 0, 1, 2, IGNORE, IGNORE])), {}),
+    ),
     Case("all ignored, sum", "cross_entropy", lambda d: Call((d.normal(6, 50), d.tensor([IGNORE] * 6)), {"reduction": "sum"})),
-    Case("all ignored, token count", "cross_entropy", lambda d: Call((d.normal(6, 50), d.tensor([IGNORE] * 6)), {"num_tokens": d.tensor(40)})),
+    Case(
+        "all ignored, token count", "cross_entropy", lambda d: Call((d.normal(6, 50), d.tensor([IGNORE] * 6)), {"num_tokens": d.tensor(40)})
+    ),
     Case("all ignored everywhere", "cross_entropy", lambda d: Call((d.normal(6, 50), d.tensor([IGNORE] * 6)), {"num_tokens": d.tensor(0)})),
     Case("ignore a class of the vocabulary", "cross_entropy", lambda d: Call((d.normal(40, 12), d.ints(12, 40)), {"ignore_index": 0})),
     Case("token count", "cross_entropy", lambda d: _counted(d, 100)),
-    Case("token count, fp32", "cross_entropy", lambda d: _counted(d, 100, z_loss=1e-2) if d.dtype != "fp32" else Call((d.normal(9, 70), d.ints(70, 9)), {"num_tokens": d.tensor(33.0, torch.float32)}), frozen=("num_tokens",)),
+    Case(
+        "token count, fp32",
+        "cross_entropy",
+        lambda d: (
+            _counted(d, 100, z_loss=1e-2)
+            if d.dtype != "fp32"
+            else Call((d.normal(9, 70), d.ints(70, 9)), {"num_tokens": d.tensor(33.0, torch.float32)})
+        ),
+        frozen=("num_tokens",),
+    ),
     Case("int32 targets", "cross_entropy", lambda d: Call((d.normal(20, 96), targets(d, 96, 20, ignored=0.2).int()), {})),
     Case("class weights", "cross_entropy", _weighted(40, 120, ignored=0.2), frozen=W),
     Case("class weights, none", "cross_entropy", _weighted(25, 120, reduction="none"), frozen=W),
@@ -126,12 +156,26 @@ CASES = (
     Case("z-loss, class weights", "cross_entropy", _weighted(20, 99, z_loss=1e-2, reduction="none"), frozen=W),
     Case("soft cap", "cross_entropy", _simple(30, 150, scale=20.0, softcap=30.0)),
     Case("soft cap, small logits", "cross_entropy", _simple(30, 150, scale=0.5, softcap=30.0, reduction="none")),
-    Case("smoothing, z-loss and soft cap", "cross_entropy", _weighted(24, 131, ignored=0.2, label_smoothing=0.1, z_loss=1e-3, softcap=5.0), frozen=W),
-    Case("everything, 4001 classes", "cross_entropy", _weighted(5, 4001, ignored=0.2, label_smoothing=0.1, z_loss=1e-3, softcap=5.0, reduction="none"), frozen=W),
+    Case(
+        "smoothing, z-loss and soft cap",
+        "cross_entropy",
+        _weighted(24, 131, ignored=0.2, label_smoothing=0.1, z_loss=1e-3, softcap=5.0),
+        frozen=W,
+    ),
+    Case(
+        "everything, 4001 classes",
+        "cross_entropy",
+        _weighted(5, 4001, ignored=0.2, label_smoothing=0.1, z_loss=1e-3, softcap=5.0, reduction="none"),
+        frozen=W,
+    ),
     Case("confident, 0.99", "cross_entropy", _confident(30, 200, 11.0, reduction="none"), kind="confident"),
     Case("confident, 0.9999", "cross_entropy", _confident(30, 200, 15.0), kind="confident"),
     Case("large common offset", "cross_entropy", lambda d: Call((d.normal(20, 128, offset=50.0), d.ints(128, 20)), {}), kind="cancelling"),
     Case("rows of -inf", "cross_entropy", lambda d: sparse_rows(d, 20, 90)),
     Case("scores that overflow exp", "cross_entropy", _simple(16, 64, scale=200.0), kind="confident"),
-    Case("view of a cat", "cross_entropy", lambda d: Call((torch.cat([d.normal(12, 40), d.normal(12, 70)], 1)[:, 40:], d.ints(70, 12)), {"reduction": "none"})),
+    Case(
+        "view of a cat",
+        "cross_entropy",
+        lambda d: Call((torch.cat([d.normal(12, 40), d.normal(12, 70)], 1)[:, 40:], d.ints(70, 12)), {"reduction": "none"}),
+    ),
 )

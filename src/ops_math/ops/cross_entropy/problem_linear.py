@@ -35,7 +35,16 @@ class LinearCrossEntropyProblem(NamedTuple):
     def loss(self) -> CrossEntropyProblem:
         """The problem of the loss alone, on logits that were stored."""
         return CrossEntropyProblem(
-            self.rows, self.cols, self.store, self.class_weight, self.ignore_index, self.label_smoothing, self.z_loss, self.softcap, self.reduction, self.counted
+            self.rows,
+            self.cols,
+            self.store,
+            self.class_weight,
+            self.ignore_index,
+            self.label_smoothing,
+            self.z_loss,
+            self.softcap,
+            self.reduction,
+            self.counted,
         )
 
 
@@ -47,7 +56,12 @@ def storage(p: LinearCrossEntropyProblem) -> str:
 def cost(p: LinearCrossEntropyProblem, phase: str) -> Cost:
     """Operands read once, gradients written once; the logits need not exist. A backward after gradients in the forward scales them."""
     x, weight, bias = p.rows * p.hidden, p.cols * p.hidden, p.cols
-    inputs = (("x", x * ITEM_SIZE[p.x]), ("weight", weight * ITEM_SIZE[p.weight]), ("bias", bias * ITEM_SIZE.get(p.bias, 0)), ("target", 8 * p.rows))
+    inputs = (
+        ("x", x * ITEM_SIZE[p.x]),
+        ("weight", weight * ITEM_SIZE[p.weight]),
+        ("bias", bias * ITEM_SIZE.get(p.bias, 0)),
+        ("target", 8 * p.rows),
+    )
     wide = 8 if p.store == "fp64" else 4
     needed = (("dx", x * p.need_dx), ("dweight", weight * p.need_dw), ("dbias", bias * p.need_db))
     one = 2 * p.rows * p.hidden * p.cols
@@ -65,10 +79,16 @@ def cost(p: LinearCrossEntropyProblem, phase: str) -> Cost:
 
 
 def _made(d: Any, rows: int, hidden: int, cols: int, ignored: float, scale: float, weight_dtype: str | None) -> tuple[Any, ...]:
-    return d.normal(rows, hidden), d.normal(cols, hidden, scale=scale * hidden**-0.5, dtype=weight_dtype), targets(d, cols, rows, ignored=ignored)
+    return (
+        d.normal(rows, hidden),
+        d.normal(cols, hidden, scale=scale * hidden**-0.5, dtype=weight_dtype),
+        targets(d, cols, rows, ignored=ignored),
+    )
 
 
-def _simple(rows: int, hidden: int, cols: int, ignored: float = 0.0, scale: float = 2.0, weight_dtype: str | None = None, **options: Any) -> Any:
+def _simple(
+    rows: int, hidden: int, cols: int, ignored: float = 0.0, scale: float = 2.0, weight_dtype: str | None = None, **options: Any
+) -> Any:
     return lambda d: Call(_made(d, rows, hidden, cols, ignored, scale, weight_dtype), options)
 
 
@@ -86,14 +106,29 @@ def _confident(d: Any, rows: int, hidden: int, cols: int) -> Call:
     return Call((weight[target].clone(), weight, target), {})
 
 
-ALL_IGNORED = [IGNORE] * 6
+def _named(shape: tuple[int, ...], target: Any, **options: Any) -> Any:
+    """96 classes, 24 features, and targets as given."""
+    return lambda d: Call((d.normal(*shape, 24), d.normal(96, 24, scale=0.4), target(d)), options)
+
+
+def _counted(rows: int, count: int, ignored: float) -> Any:
+    return lambda d: Call(_made(d, rows, 32, 130, ignored, 2.0, None), {"num_tokens": d.tensor(count)})
+
+
+def _everything(**options: Any) -> Any:
+    fixed = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0}
+    return lambda d: Call(
+        _made(d, 24, 32, 131, 0.2, 2.0, None), {"class_weight": class_weights(d, 131), "bias": d.normal(131), **fixed, **options}
+    )
+
+
 CASES = (
     Case("mean", "linear_cross_entropy", _simple(37, 48, 320, ignored=0.2)),
     Case("sum", "linear_cross_entropy", _simple(16, 40, 257, ignored=0.2, reduction="sum")),
     Case("none", "linear_cross_entropy", _simple(33, 32, 200, ignored=0.2, reduction="none")),
     Case("mean, recomputed", "linear_cross_entropy", _simple(37, 48, 320, ignored=0.2, recompute=True)),
     Case("sum, recomputed", "linear_cross_entropy", _simple(21, 32, 130, reduction="sum", recompute=True)),
-    Case("none, three dimensions", "linear_cross_entropy", lambda d: Call((d.normal(3, 7, 24), d.normal(96, 24, scale=0.4), d.ints(96, 3, 7)), {"reduction": "none"})),
+    Case("none, three dimensions", "linear_cross_entropy", _named((3, 7), lambda d: d.ints(96, 3, 7), reduction="none")),
     Case("one class", "linear_cross_entropy", _simple(5, 16, 1, reduction="none")),
     Case("31 classes", "linear_cross_entropy", _simple(130, 33, 31, ignored=0.1)),
     Case("4001 classes", "linear_cross_entropy", _simple(7, 24, 4001)),
@@ -101,10 +136,10 @@ CASES = (
     Case("several chunks, recomputed", "linear_cross_entropy", _simple(600, 24, 5000, reduction="none"), small=False),
     Case("no rows, sum", "linear_cross_entropy", _simple(0, 24, 64, reduction="sum")),
     Case("no rows, none", "linear_cross_entropy", _simple(0, 24, 64, reduction="none")),
-    Case("first and last rows ignored", "linear_cross_entropy", lambda d: Call((d.normal(5, 24), d.normal(70, 24, scale=0.4), d.tensor([IGNORE, 3, 69, 0, IGNORE])), {})),
-    Case("all ignored, token count", "linear_cross_entropy", lambda d: Call((d.normal(6, 24), d.normal(50, 24), d.tensor(ALL_IGNORED)), {"num_tokens": d.tensor(40)})),
-    Case("token count", "linear_cross_entropy", lambda d: Call(_made(d, 24, 32, 130, 0.3, 2.0, None), {"num_tokens": d.tensor(100)})),
-    Case("int32 targets", "linear_cross_entropy", lambda d: Call((d.normal(20, 24), d.normal(96, 24, scale=0.4), d.ints(96, 20).int()), {})),
+    Case("first and last rows ignored", "linear_cross_entropy", _named((5,), lambda d: d.tensor([IGNORE, 3, 95, 0, IGNORE]))),
+    Case("all ignored, token count", "linear_cross_entropy", _counted(6, 40, ignored=1.0)),
+    Case("token count", "linear_cross_entropy", _counted(24, 100, ignored=0.3)),
+    Case("int32 targets", "linear_cross_entropy", _named((20,), lambda d: d.ints(96, 20).int())),
     Case("bias", "linear_cross_entropy", _biased(33, 32, 150)),
     Case("bias, none", "linear_cross_entropy", _biased(33, 32, 131, reduction="none")),
     Case("fp32 weight", "linear_cross_entropy", _simple(24, 32, 128, weight_dtype="fp32"), dtypes=("bf16", "fp16")),
@@ -113,16 +148,10 @@ CASES = (
     Case("smoothing", "linear_cross_entropy", _simple(30, 32, 150, ignored=0.2, label_smoothing=0.1)),
     Case("z-loss", "linear_cross_entropy", _simple(30, 32, 150, ignored=0.2, z_loss=1e-2)),
     Case("soft cap", "linear_cross_entropy", _simple(30, 32, 150, scale=10.0, softcap=30.0)),
-    Case("everything", "linear_cross_entropy", lambda d: Call(
-        _made(d, 24, 32, 131, 0.2, 2.0, None),
-        {"class_weight": class_weights(d, 131), "bias": d.normal(131), "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0},
-    ), frozen=("class_weight",)),
-    Case("everything, none", "linear_cross_entropy", lambda d: Call(
-        _made(d, 24, 32, 131, 0.2, 2.0, None),
-        {"class_weight": class_weights(d, 131), "bias": d.normal(131), "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0, "reduction": "none"},
-    ), frozen=("class_weight",)),
+    Case("everything", "linear_cross_entropy", _everything(), frozen=("class_weight",)),
+    Case("everything, none", "linear_cross_entropy", _everything(reduction="none"), frozen=("class_weight",)),
     Case("confident", "linear_cross_entropy", lambda d: _confident(d, 40, 64, 100), kind="confident"),
     Case("only x learns", "linear_cross_entropy", _simple(33, 32, 128), frozen=(1,)),
     Case("only the weight learns", "linear_cross_entropy", _simple(33, 32, 128), frozen=(0,)),
     Case("only the weight learns, none", "linear_cross_entropy", _simple(33, 32, 128, reduction="none"), frozen=(0,)),
-)  # fmt: skip
+)

@@ -10,7 +10,13 @@ from ops_math.ops.cross_entropy.reference import cross_entropy
 
 
 def linear_cross_entropy(
-    x_MH: torch.Tensor, weight_VH: torch.Tensor, target_M: torch.Tensor, *, bias: torch.Tensor | None = None, recompute: bool = False, **options: Any
+    x_MH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    target_M: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    recompute: bool = False,
+    **options: Any,
 ) -> torch.Tensor:
     """The cross entropy of x weight^T + bias."""
     logits_MV = x_MH @ weight_VH.T

@@ -78,8 +78,10 @@ def test_a_target_outside_the_vocabulary_makes_its_row_nan_and_no_other(bad):
     loss = om.cross_entropy(logits, target, reduction="none")
     (dlogits,) = torch.autograd.grad(loss.sum(), logits)
     others = torch.arange(12) != 4
-    assert loss[4].isnan() and dlogits[4].isnan().all()
-    assert loss[others].isfinite().all() and dlogits[others].isfinite().all()
+    assert loss[4].isnan()
+    assert dlogits[4].isnan().all()
+    assert loss[others].isfinite().all()
+    assert dlogits[others].isfinite().all()
     assert om.cross_entropy(logits, target).isnan()
 
 
@@ -150,10 +152,17 @@ def test_the_loss_of_16_bit_logits_is_fp32():
         ({"num_tokens": torch.ones(2)}, "num_tokens must be a tensor []; got shape [2]. Reduce it to one number: num_tokens.sum()."),
         (
             {"num_tokens": torch.tensor(5), "reduction": "sum"},
-            "num_tokens must be None unless reduction is 'mean'; got a tensor with reduction 'sum'. Use reduction='mean', or divide yourself.",
+            "num_tokens must be None unless reduction is 'mean'; got a tensor with reduction 'sum'. "
+            "Use reduction='mean', or divide yourself.",
         ),
-        ({"class_weight": torch.ones(41)}, "class_weight must be of shape [40] (one weight a class); got shape [41]. Check that both come from the same layer."),
-        ({"class_weight": torch.ones(40).requires_grad_()}, "class_weight must be a constant; got a tensor that requires a gradient. Pass class_weight.detach()."),
+        (
+            {"class_weight": torch.ones(41)},
+            "class_weight must be of shape [40] (one weight a class); got shape [41]. Check that both come from the same layer.",
+        ),
+        (
+            {"class_weight": torch.ones(40).requires_grad_()},
+            "class_weight must be a constant; got a tensor that requires a gradient. Pass class_weight.detach().",
+        ),
     ],
 )
 def test_a_bad_option_is_refused_in_words(options, sentence):

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,13 +65,25 @@ def test_a_target_outside_the_vocabulary_cannot_go_unnoticed(bad):
     loss = om.linear_cross_entropy(x, weight, target, reduction="none")
     dx, dweight = torch.autograd.grad(loss.sum(), (x, weight))
     others = torch.arange(12) != 4
-    assert loss[4].isnan() and dx[4].isnan().all() and dweight.isnan().all()
-    assert loss[others].isfinite().all() and dx[others].isfinite().all()
-    with om.checked(), pytest.raises(om.ArgumentError, match=rf"linear_cross_entropy: target must be a class in \[0, 40\) or ignore_index -100; got {bad} at \[4\]"):
+    assert loss[4].isnan()
+    assert dx[4].isnan().all()
+    assert dweight.isnan().all()
+    assert loss[others].isfinite().all()
+    assert dx[others].isfinite().all()
+    with (
+        om.checked(),
+        pytest.raises(
+            om.ArgumentError, match=rf"linear_cross_entropy: target must be a class in \[0, 40\) or ignore_index -100; got {bad} at \[4\]"
+        ),
+    ):
         om.linear_cross_entropy(x, weight, target)
 
 
-@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"recompute": True, "label_smoothing": 0.1}, {"num_tokens": torch.tensor(9)}], ids=["mean", "none", "recomputed", "token count"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reduction": "none"}, {"recompute": True, "label_smoothing": 0.1}, {"num_tokens": torch.tensor(9)}],
+    ids=["mean", "none", "recomputed", "token count"],
+)
 def test_no_call_waits_for_the_device(options):
     x, weight, target = _inputs()
     with _Seen() as seen:
@@ -84,11 +98,15 @@ def test_fp16_gradients_do_not_underflow_when_the_mean_is_over_very_many_tokens(
     loss = om.linear_cross_entropy(x, weight.detach(), target, num_tokens=torch.tensor(2**22))
     (dx,) = torch.autograd.grad(loss, x, torch.tensor(2.0**20))
     wide = x.detach().double().requires_grad_()
-    (want,) = torch.autograd.grad(reference_linear.linear_cross_entropy(wide, weight.detach().double(), target, num_tokens=torch.tensor(4)), wide)
+    (want,) = torch.autograd.grad(
+        reference_linear.linear_cross_entropy(wide, weight.detach().double(), target, num_tokens=torch.tensor(4)), wide
+    )
     torch.testing.assert_close(dx.double(), want, rtol=2e-2, atol=2e-3)
     per_row = om.linear_cross_entropy(x, weight.detach(), target, reduction="none")
     (dx,) = torch.autograd.grad(per_row, x, torch.full((12,), 2.0**-22))
-    assert torch.equal(dx, (2.0**-22 * torch.autograd.grad(om.linear_cross_entropy(x, weight.detach(), target, reduction="none").sum(), x)[0]).to(dx.dtype))
+    assert torch.equal(
+        dx, (2.0**-22 * torch.autograd.grad(om.linear_cross_entropy(x, weight.detach(), target, reduction="none").sum(), x)[0]).to(dx.dtype)
+    )
 
 
 def test_the_weight_gradient_of_an_fp32_weight_is_not_rounded_to_16_bits():
@@ -103,10 +121,17 @@ def test_widths_that_do_not_fit_are_refused_in_words():
     x, weight, target = _inputs()
     with pytest.raises(om.ArgumentError) as error:
         om.linear_cross_entropy(x, weight[:, :-1], target)
-    assert str(error.value) == "linear_cross_entropy: weight must be of shape [40, 16] ([V, H], H the last dimension of x); got shape [40, 15]. Check that both come from the same layer."
-    with pytest.raises(om.ArgumentError, match=r"linear_cross_entropy: bias must be of shape \[40\] \(one value a row of weight\); got shape \[39\]"):
+    assert str(error.value) == (
+        "linear_cross_entropy: weight must be of shape [40, 16] ([V, H], H the last dimension of x); got shape [40, 15]. "
+        "Check that both come from the same layer."
+    )
+    with pytest.raises(
+        om.ArgumentError, match=r"linear_cross_entropy: bias must be of shape \[40\] \(one value a row of weight\); got shape \[39\]"
+    ):
         om.linear_cross_entropy(x, weight, target, bias=torch.zeros(39))
-    with pytest.raises(om.ArgumentError, match=r"linear_cross_entropy: target must be of shape \[12\] \(x without its last dimension\); got shape \[11\]"):
+    with pytest.raises(
+        om.ArgumentError, match=r"linear_cross_entropy: target must be of shape \[12\] \(x without its last dimension\); got shape \[11\]"
+    ):
         om.linear_cross_entropy(x, weight, target[:-1])
 
 
@@ -138,8 +163,9 @@ broken = []
 for config in (kernels.Config(16, 64, 8, True, 256, 4), kernels.Config(8, 32, 64, False, 128, 4)):
     kernels.configs = lambda p, device, phase, config=config: (config,)
     operator.forget()
+    names = ("mean", "bias, none", "mean, recomputed", "everything", "first and last rows ignored", "only the weight learns, none")
     for case in operator.file("problem").CASES:
-        if case.name in ("mean", "bias, none", "mean, recomputed", "everything", "first and last rows ignored", "only the weight learns, none"):
+        if case.name in names:
             broken += [f"{config}: {b}" for b in conformance.check_budget(operator, case, "fp32", "triton_gpu")]
 print("\\n".join(broken) or "none")
 """
@@ -148,5 +174,6 @@ print("\\n".join(broken) or "none")
 @pytest.mark.interpreter
 def test_small_chunks_padding_and_the_kernel_of_one_visit_give_the_same_within_the_budget():
     pytest.importorskip("triton", reason="needs Triton's interpreter")
-    answer = subprocess.run([sys.executable, "-c", VARIANTS], capture_output=True, text=True, timeout=280, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(Path(om.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    answer = subprocess.run([sys.executable, "-c", VARIANTS], env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert answer.stdout.strip() == "none", answer.stdout + answer.stderr[-2000:]

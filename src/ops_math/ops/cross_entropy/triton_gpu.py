@@ -14,7 +14,9 @@ import triton.language as tl
 
 from ops_math.backends.launch import launch
 from ops_math.layout import as_rows
+from ops_math.ops._tiles.class_target import read_target, row_factors, row_loss
 from ops_math.ops._tiles.log_sum_exp import lane_finish, lane_update, soft_capped, tanh
+from ops_math.ops.cross_entropy import triton_gpu_unaligned as unaligned
 from ops_math.ops.cross_entropy.problem import CrossEntropyProblem
 from ops_math.spec import ITEM_SIZE, Device
 
@@ -58,38 +60,6 @@ def lanes(dtype: str) -> int:
 
 
 @triton.jit
-def read_row(target, class_weight_ptr, num_cols, ignore_index, HAS_WEIGHT: tl.constexpr):
-    """Of targets (one or a vector): whether kept, a class that can be read, its weight (0 ignored, NaN outside), and 1 (0, NaN)."""
-    y = target.to(tl.int64)
-    kept = y != ignore_index
-    inside = (y >= 0) & (y < num_cols)
-    one = tl.where(inside, 1.0, float("nan"))
-    one = tl.where(kept, one, 0.0)
-    index = tl.where(inside, y, 0)
-    weight = one
-    if HAS_WEIGHT:
-        weight = one * tl.load(class_weight_ptr + index).to(tl.float32)
-    return kept, index, weight, one
-
-
-@triton.jit
-def row_loss(lse, surprise, smooth_sum, smooth_total, kept, weight, one, smoothing, smooth, z_loss, SMOOTHING: tl.constexpr):
-    """(1 - s) w_y surprise + s / V (W lse - sum of w z) + z_loss lse^2, 0 where ignored; surprise is lse - z_y, without cancellation."""
-    loss = (1.0 - smoothing) * weight * surprise + one * (z_loss * lse * lse)
-    if SMOOTHING:
-        loss += one * (smooth_total * lse - smooth * smooth_sum)
-    return tl.where(kept, loss, 0.0)
-
-
-@triton.jit
-def row_factors(lse, smooth_total, weight, one, scale, smoothing, smooth, z_loss):
-    """What p, the target's column and each column are multiplied with in dz = p a - b [column = y] - c w, times the row's scale."""
-    at_target = (1.0 - smoothing) * weight * scale
-    on_p = at_target + one * scale * (smooth_total + 2.0 * z_loss * lse)
-    return on_p, at_target, one * scale * smooth
-
-
-@triton.jit
 def _fwd_tile_kernel(
     logits_ptr, target_ptr, class_weight_ptr, weight_sum_ptr, loss_ptr, lse_ptr, divisor_ptr, num_rows, num_cols, logits_stride,
     ignore_index, smoothing, smooth, z_loss, softcap,
@@ -100,7 +70,10 @@ def _fwd_tile_kernel(
     here = rows < num_rows
 
     target = tl.load(target_ptr + rows, mask=here, other=ignore_index)
-    kept, index, weight, one = read_row(target, class_weight_ptr, num_cols, ignore_index, HAS_WEIGHT)
+    kept, index, one = read_target(target, num_cols, ignore_index)
+    weight = one
+    if HAS_WEIGHT:
+        weight = one * tl.load(class_weight_ptr + index).to(tl.float32)
     mask = kept[:, None] & (cols < num_cols)[None, :]  # an ignored row is not read
     z = tl.load(logits_ptr + rows[:, None] * logits_stride + cols[None, :], mask=mask, other=float("-inf")).to(tl.float32)
     z_target = tl.load(logits_ptr + rows * logits_stride + index, mask=kept, other=0.0).to(tl.float32)
@@ -130,14 +103,18 @@ def _fwd_tile_kernel(
 def _fwd_row_kernel(
     logits_ptr, target_ptr, class_weight_ptr, weight_sum_ptr, loss_ptr, lse_ptr, divisor_ptr, num_cols, logits_stride,
     ignore_index, smoothing, smooth, z_loss, softcap,
-    HAS_WEIGHT: tl.constexpr, SMOOTHING: tl.constexpr, HAS_CAP: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, SMOOTHING: tl.constexpr, HAS_CAP: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     LANES: tl.constexpr = BLOCK_N // GROUP
     offsets = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
-    kept, index, weight, one = read_row(tl.load(target_ptr + row), class_weight_ptr, num_cols, ignore_index, HAS_WEIGHT)
+    kept, index, one = read_target(tl.load(target_ptr + row), num_cols, ignore_index)
+    weight = one
+    if HAS_WEIGHT:
+        weight = one * tl.load(class_weight_ptr + index).to(tl.float32)
     z_target = tl.load(logits_ptr + index).to(tl.float32)
     if HAS_CAP:
         z_target = soft_capped(z_target, softcap)
@@ -164,7 +141,9 @@ def _fwd_row_kernel(
     if SMOOTHING:
         if HAS_WEIGHT:
             smooth_total = smooth * tl.load(weight_sum_ptr).to(tl.float32)
-    loss = row_loss(lse, (base - z_target) + log_total, tl.sum(smooth_lanes, 0), smooth_total, kept, weight, one, smoothing, smooth, z_loss, SMOOTHING)
+    loss = row_loss(
+        lse, (base - z_target) + log_total, tl.sum(smooth_lanes, 0), smooth_total, kept, weight, one, smoothing, smooth, z_loss, SMOOTHING
+    )
 
     tl.store(loss_ptr + row, loss)
     tl.store(lse_ptr + row, lse)
@@ -174,7 +153,8 @@ def _fwd_row_kernel(
 @triton.jit
 def _bwd_kernel(
     scale_ptr, logits_ptr, target_ptr, class_weight_ptr, weight_sum_ptr, lse_ptr, dlogits_ptr,
-    num_rows, num_cols, first_col, last_col, num_tiles, scale_stride, logits_stride, dlogits_stride, ignore_index, smoothing, smooth, z_loss, softcap,
+    num_rows, num_cols, first_col, last_col, num_tiles, scale_stride, logits_stride, dlogits_stride,
+    ignore_index, smoothing, smooth, z_loss, softcap,
     HAS_WEIGHT: tl.constexpr, SMOOTHING: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
@@ -185,7 +165,10 @@ def _bwd_kernel(
     mask = here[:, None] & (cols < last_col)[None, :]
 
     target = tl.load(target_ptr + rows, mask=here, other=ignore_index)
-    kept, index, weight, one = read_row(target, class_weight_ptr, num_cols, ignore_index, HAS_WEIGHT)
+    kept, index, one = read_target(target, num_cols, ignore_index)
+    weight = one
+    if HAS_WEIGHT:
+        weight = one * tl.load(class_weight_ptr + index).to(tl.float32)
     lse = tl.load(lse_ptr + rows, mask=here, other=0.0)
     scale = tl.load(scale_ptr + rows * scale_stride, mask=here, other=0.0).to(tl.float32)
     z = tl.load(logits_ptr + rows[:, None] * logits_stride + local[None, :], mask=mask & kept[:, None], other=0.0).to(tl.float32)
@@ -214,7 +197,16 @@ def _bwd_kernel(
 
 @triton.jit
 def _reduce_kernel(
-    loss_ptr, divisor_ptr, target_ptr, num_tokens_ptr, out_ptr, out_divisor_ptr, num_rows, ignore_index, MODE: tl.constexpr, BLOCK: tl.constexpr
+    loss_ptr,
+    divisor_ptr,
+    target_ptr,
+    num_tokens_ptr,
+    out_ptr,
+    out_divisor_ptr,
+    num_rows,
+    ignore_index,
+    MODE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One program: the sum of row losses, in one order, over the divisor that the reduction asks for."""
     offsets = tl.arange(0, BLOCK)
@@ -257,29 +249,48 @@ def operands(p: CrossEntropyProblem, class_weight: torch.Tensor | None, stand_in
     return Operands(weight, weight_sum, (p.ignore_index, p.label_smoothing, p.label_smoothing / p.cols, p.z_loss, p.softcap), flags)
 
 
-def launch_rows(p: CrossEntropyProblem, config: Config, logits: torch.Tensor, target: torch.Tensor, o: Operands, per_row: tuple[torch.Tensor, ...]) -> None:
+def launch_rows(
+    p: CrossEntropyProblem, config: Config, logits: torch.Tensor, target: torch.Tensor, o: Operands, per_row: tuple[torch.Tensor, ...]
+) -> None:
     """Row losses, lse and divisors [rows] of a matrix of logits; its rows may be wider than the vocabulary."""
     if p.cols <= WIDEST:
         launch(
             _fwd_tile_kernel, (triton.cdiv(logits.shape[0], config.block_m),), logits, target, o.class_weight, o.weight_sum, *per_row,
-            logits.shape[0], p.cols, logits.stride(0), *o.scalars, **o.flags, BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
+            logits.shape[0], p.cols, logits.stride(0), *o.scalars,
+            **o.flags, BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
         )  # fmt: skip
+    elif not unaligned.is_aligned(logits):
+        tensors = o.class_weight, o.weight_sum, *per_row
+        unaligned.launch_rows(p.cols, logits, target, tensors, o.scalars, o.flags, config.block_n, config.num_warps)
     else:
         launch(
-            _fwd_row_kernel, (logits.shape[0],), logits, target, o.class_weight, o.weight_sum, *per_row, p.cols, logits.stride(0), *o.scalars,
+            _fwd_row_kernel, (logits.shape[0],), logits, target, o.class_weight, o.weight_sum, *per_row,
+            p.cols, logits.stride(0), *o.scalars,
             **o.flags, GROUP=lanes(p.logits), BLOCK_N=config.block_n, STAGES=config.num_stages, num_warps=config.num_warps,
         )  # fmt: skip
 
 
+def _row_stride(scale: torch.Tensor) -> int:
+    return scale.stride(0) if scale.dim() else 0
+
+
 def launch_gradient(
-    p: CrossEntropyProblem, config: Config, scale: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, dlogits: torch.Tensor, o: Operands, first_col: int = 0
+    p: CrossEntropyProblem,
+    config: Config,
+    scale: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    lse: torch.Tensor,
+    dlogits: torch.Tensor,
+    o: Operands,
+    first_col: int = 0,
 ) -> None:
     """dlogits of the columns from `first_col` that `logits` holds; `dlogits` may be `logits`."""
     num_rows, width = logits.shape
     tiles = triton.cdiv(width, config.block_n)
     launch(
         _bwd_kernel, (triton.cdiv(num_rows, config.block_m) * tiles,), scale, logits, target, o.class_weight, o.weight_sum, lse, dlogits,
-        num_rows, p.cols, first_col, first_col + width, tiles, scale.stride(0) if scale.dim() else 0, logits.stride(0), dlogits.stride(0), *o.scalars,
+        num_rows, p.cols, first_col, first_col + width, tiles, _row_stride(scale), logits.stride(0), dlogits.stride(0), *o.scalars,
         **o.flags, BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
     )  # fmt: skip
 
@@ -300,7 +311,12 @@ def launch_reduce(
 
 
 def launch_fwd(
-    p: CrossEntropyProblem, config: Config, logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, num_tokens: torch.Tensor | None
+    p: CrossEntropyProblem,
+    config: Config,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    num_tokens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss, lse [rows], and the divisor of the mean (empty without one)."""
     logits_MV, target_M = as_rows(logits), target.reshape(-1)
@@ -323,8 +339,14 @@ def launch_bwd(
     divisor: torch.Tensor | None,
 ) -> torch.Tensor:
     """dlogits, of the dtype and shape of the logits."""
-    logits_MV, dlogits = as_rows(logits), torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    logits_MV, target_M, o = as_rows(logits), target.reshape(-1), operands(p, class_weight, lse)
     scale = dloss if divisor is None else dloss / divisor
     scale = scale.reshape(-1) if p.reduction == "none" else scale
-    launch_gradient(p, config, scale, logits_MV, target.reshape(-1), lse, dlogits.view(p.rows, p.cols), operands(p, class_weight, lse))
-    return dlogits
+    if config.block_n < p.cols and not unaligned.is_aligned(logits_MV) and unaligned.is_aligned_line(logits_MV):
+        dlogits = unaligned.empty_line(logits_MV)
+        tensors = scale, logits_MV, target_M, o.class_weight, o.weight_sum, lse, dlogits
+        unaligned.launch_gradient(*tensors, o.scalars, o.flags, config.block_n, config.num_warps)
+    else:
+        dlogits = torch.empty(logits_MV.shape, dtype=logits.dtype, device=logits.device)
+        launch_gradient(p, config, scale, logits_MV, target_M, lse, dlogits, o)
+    return dlogits.view(logits.shape)

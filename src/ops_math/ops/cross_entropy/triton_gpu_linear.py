@@ -20,6 +20,7 @@ import triton.language as tl
 from ops_math import features
 from ops_math.backends.launch import launch
 from ops_math.layout import as_rows
+from ops_math.ops._tiles.class_target import read_target, row_factors, row_loss
 from ops_math.ops._tiles.log_sum_exp import lane_finish, lane_update, soft_capped, tanh
 from ops_math.ops.cross_entropy import triton_gpu as kernels
 from ops_math.ops.cross_entropy.eager_linear import factor_of, finish, row_scales
@@ -68,7 +69,11 @@ def configs(p: LinearCrossEntropyProblem, device: Device, phase: str) -> tuple[C
     tile = (8192, 8 if hip else 16) if p.cols > 4096 else (4096, 4)
     first = Config(rows, cols, 64, False, *tile)
     others = [first._replace(one_visit=True), first._replace(vocab_multiple=8), first._replace(vocab_multiple=1)]
-    others += [first._replace(chunk_rows=_rounded(rows // 2, 128)), first._replace(chunk_rows=rows * 2), first._replace(slice_cols=cols * 2)]
+    others += [
+        first._replace(chunk_rows=_rounded(rows // 2, 128)),
+        first._replace(chunk_rows=rows * 2),
+        first._replace(slice_cols=cols * 2),
+    ]
     return tuple(dict.fromkeys([first, *others]))
 
 
@@ -84,7 +89,10 @@ def _loss_gradient_kernel(
     offsets = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
     target = tl.load(target_ptr + row)
-    kept, index, weight, one = kernels.read_row(target, class_weight_ptr, num_cols, ignore_index, HAS_WEIGHT)
+    kept, index, one = read_target(target, num_cols, ignore_index)
+    weight = one
+    if HAS_WEIGHT:
+        weight = one * tl.load(class_weight_ptr + index).to(tl.float32)
     z_target = tl.load(logits_ptr + index).to(tl.float32)  # before the row is overwritten: lane_finish waits for all threads
     if HAS_CAP:
         z_target = soft_capped(z_target, softcap)
@@ -111,11 +119,13 @@ def _loss_gradient_kernel(
     if SMOOTHING:
         if HAS_WEIGHT:
             smooth_total = smooth * tl.load(weight_sum_ptr).to(tl.float32)
-    loss = kernels.row_loss(lse, (base - z_target) + log_total, tl.sum(smooth_lanes, 0), smooth_total, kept, weight, one, smoothing, smooth, z_loss, SMOOTHING)
-    on_p, at_target, on_all = kernels.row_factors(lse, smooth_total, weight, one, 1.0, smoothing, smooth, z_loss)
+    loss = row_loss(
+        lse, (base - z_target) + log_total, tl.sum(smooth_lanes, 0), smooth_total, kept, weight, one, smoothing, smooth, z_loss, SMOOTHING
+    )
+    on_p, at_target, on_all = row_factors(lse, smooth_total, weight, one, 1.0, smoothing, smooth, z_loss)
 
     num_tiles = tl.cdiv(num_stored, BLOCK_N)
-    for i in range(0, num_tiles):  # from the end, which the caches still hold
+    for i in range(num_tiles):  # from the end, which the caches still hold
         cols = (num_tiles - 1 - i) * BLOCK_N + offsets
         z = tl.load(logits_ptr + cols, mask=cols < read, other=0.0, eviction_policy="evict_first").to(tl.float32)
         if HAS_CAP:
@@ -160,7 +170,9 @@ def _accumulate(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 class _Layer:
     """The operands of the products in the storage dtype; weight and bias padded with zeros to `width` rows."""
 
-    def __init__(self, p: LinearCrossEntropyProblem, config: Config, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, p: LinearCrossEntropyProblem, config: Config, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
         self.store, self.x = DTYPE_OF[p.store], as_rows(x)
         self.width = -(-p.cols // config.vocab_multiple) * config.vocab_multiple
         self.weight = self._padded(weight)
@@ -195,10 +207,15 @@ def launch_fwd(
     loss, lse, row_divisor = (torch.empty(p.rows, dtype=torch.float32, device=x.device) for _ in range(3))
     o = kernels.operands(p.loss, class_weight, lse)
     now = p.when == "forward"
-    shapes = (p.rows, p.hidden) if p.need_dx else (0,), (layer.width, p.hidden) if p.need_dw else (0,), (layer.width,) if p.need_db else (0,)
+    shapes = (
+        (p.rows, p.hidden) if p.need_dx else (0,),
+        (layer.width, p.hidden) if p.need_dw else (0,),
+        (layer.width,) if p.need_db else (0,),
+    )
     dx, dw, db = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in shapes)
     if p.rows == 0:
-        dw.zero_(), db.zero_()
+        dw.zero_()
+        db.zero_()
     chunk = min(config.chunk_rows, p.rows)
     buffer = torch.empty((chunk, layer.width), dtype=layer.store, device=x.device)
     for start in range(0, p.rows, max(chunk, 1)):
@@ -220,13 +237,20 @@ def launch_fwd(
 
 
 def _loss(
-    p: LinearCrossEntropyProblem, config: Config, now: bool, logits: torch.Tensor, target: torch.Tensor, o: kernels.Operands, per_row: tuple[torch.Tensor, ...]
+    p: LinearCrossEntropyProblem,
+    config: Config,
+    now: bool,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    o: kernels.Operands,
+    per_row: tuple[torch.Tensor, ...],
 ) -> None:
     """Row losses; and, where wanted now, dlogits of their sum over the logits."""
     if now and config.one_visit:
         launch(
-            _loss_gradient_kernel, (logits.shape[0],), logits, target, o.class_weight, o.weight_sum, *per_row, p.cols, logits.shape[1], logits.stride(0),
-            *o.scalars, **o.flags, GROUP=kernels.lanes(p.store), BLOCK_N=config.block_n, num_warps=config.num_warps,
+            _loss_gradient_kernel, (logits.shape[0],), logits, target, o.class_weight, o.weight_sum, *per_row,
+            p.cols, logits.shape[1], logits.stride(0), *o.scalars,
+            **o.flags, GROUP=kernels.lanes(p.store), BLOCK_N=config.block_n, num_warps=config.num_warps,
         )  # fmt: skip
         return
     kernels.launch_rows(p.loss, _row_tile(p, config), logits, target, o, per_row)
@@ -277,7 +301,8 @@ def launch_bwd(
     o = kernels.operands(p.loss, class_weight, lse)
     xs, width = layer.x.to(layer.store), min(config.slice_cols, layer.width)
     wide_dx = torch.empty((p.rows, p.hidden) if p.need_dx else (0,), dtype=torch.float32, device=x.device)
-    out_dw, out_db = weight.new_empty((p.cols, p.hidden) if p.need_dw else (0,)), x.new_empty((p.cols,) if p.need_db else (0,), dtype=DTYPE_OF[p.bias or p.weight])
+    out_dw = weight.new_empty((p.cols, p.hidden) if p.need_dw else (0,))
+    out_db = x.new_empty((p.cols,) if p.need_db else (0,), dtype=DTYPE_OF[p.bias or p.weight])
     buffer = torch.empty((p.rows, width), dtype=layer.store, device=x.device)
     dw = torch.empty((width, p.hidden) if p.need_dw else (0,), dtype=torch.float32, device=x.device)
     for first in range(0, layer.width, width):

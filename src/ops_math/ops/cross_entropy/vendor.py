@@ -35,7 +35,12 @@ def supports(p: CrossEntropyProblem, device: Device, phase: str) -> str | None:
 
 
 def launch_fwd(
-    p: CrossEntropyProblem, config: None, logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, num_tokens: torch.Tensor | None
+    p: CrossEntropyProblem,
+    config: None,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    num_tokens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss, lse [rows], and the divisor of the mean (empty without one)."""
     dtype = compute_dtype(logits.dtype)
