@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from ops_math import backends
 from ops_math.catalog import operators
 from ops_math.ops.rope import op_inplace  # noqa: F401 (registers the phase)
-from ops_math.testing.measure import judge_for
+from ops_math.testing.measure import Judge
 
 OPERATORS = ("rope", "glu", "gelu")
 WORKERS = 8  # processes that check, and compile ahead
@@ -208,7 +208,7 @@ def worker(part: str) -> None:
     every = [(n, c, d) for n in OPERATORS for c in operators()[n].file("problem").CASES for d in c.dtypes]
     for name, case, dtype in every[index::count]:
         label = f"{name} {case.name} {dtype}"
-        broken = attempt(label, lambda n=name, c=case, d=dtype: judge_for(n, c.name, d, "cuda").verdict("triton_gpu", seeds=(1, 2)))
+        broken = attempt(label, lambda n=name, c=case, d=dtype: Judge(operators()[n], c, d, "cuda").verdict("triton_gpu", seeds=(1, 2)))
         if broken is None or broken:
             say(f"WRONG {label}: " + "; ".join(str(b) for b in broken or ()))
     calls = [(f"{job.label} {config}", call) for name in OPERATORS for job in JOBS[name](True) for config, call in candidates(job)]
