@@ -42,7 +42,7 @@ class Job(NamedTuple):
 
 def say(*words: Any) -> None:
     """Print at once."""
-    print(*words, flush=True)  # noqa: T201
+    print(*words, flush=True)
 
 
 def kernel_us(call: Callable[[], Any], repeats: int = 12) -> float:
