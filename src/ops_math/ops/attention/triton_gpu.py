@@ -18,6 +18,7 @@ from ops_math.rng import threshold
 from ops_math.spec import ITEM_SIZE, Device
 
 WIDEST = 256
+UNIT = 8  # elements: kernels take strides in these, as head widths are multiples of it
 NO_BOUND = 2**30  # where the kernels with masks take a window bound as a number
 MARGIN = 2048  # shared memory [B] left for barriers and for exchanging results between warps
 
@@ -58,6 +59,17 @@ HOPPER = {
     ("dq", 256): (Tile(64, 32, 8, 2, True), Tile(64, 64, 8, 1, True), Tile(64, 32, 8, 1)),
 }  # fmt: skip
 BLACKWELL = {("fwd", 256): (Tile(128, 32, 8, 2, True), Tile(64, 64, 8, 2, True))}  # where Hopper's first choice spills
+POINTERS = {  # Hopper and newer where tiles cannot come through descriptors
+    ("fwd", 64): (Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)),
+    ("fwd", 128): (Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)),
+    ("fwd", 256): (Tile(64, 64, 8, 2), Tile(128, 32, 8, 2)),
+    ("dkdv", 64): (Tile(64, 64, 8, 2), Tile(64, 128, 8, 2), Tile(32, 128, 8, 2)),
+    ("dkdv", 128): (Tile(32, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 128, 8, 2), Tile(64, 128, 8, 2)),
+    ("dkdv", 256): (Tile(32, 32, 8, 2), Tile(16, 64, 8, 2)),
+    ("dq", 64): (Tile(64, 64, 8, 2), Tile(128, 64, 8, 2), Tile(128, 64, 8, 3)),
+    ("dq", 128): (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+    ("dq", 256): (Tile(64, 32, 8, 2), Tile(64, 64, 8, 1)),
+}
 AMPERE = {
     ("fwd", 64): (Tile(128, 64, 8, 3), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)),
     ("fwd", 128): (Tile(128, 64, 8, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 2)),
@@ -93,7 +105,7 @@ WIDE = {
 }
 # The kernels with masks and dropout need registers for those: smaller tiles, on every NVIDIA GPU.
 MASKED = {
-    ("fwd", 64): (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(128, 32, 4, 2)),
+    ("fwd", 64): (Tile(64, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
     ("fwd", 128): (Tile(64, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
     ("fwd", 256): (Tile(32, 32, 8, 1), Tile(64, 32, 8, 1)),
     ("dkdv", 64): (Tile(32, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)),
@@ -127,11 +139,28 @@ def _tiles(p: AttentionProblem, device: Device, kernel: str) -> tuple[Tile, ...]
     if device.kind == "interpreter":
         return (INTERPRETER[kernel],)
     width, item = max(64, _block_d(p)), ITEM_SIZE[p.dtype]
-    hopper = device.kind == "cuda" and int(device.arch) >= 90
-    table = WIDE if p.dtype == "fp32" else CDNA if device.kind == "hip" else MASKED if _masked(p) else HOPPER if hopper else AMPERE
-    listed = BLACKWELL.get((kernel, width), table[kernel, width]) if table is HOPPER and int(device.arch) >= 100 else table[kernel, width]
+    listed = _table(p, device)[kernel, width]
+    if listed[0].view and int(device.arch) >= 100 and (kernel, width) in BLACKWELL:
+        listed = BLACKWELL[kernel, width]
     fitting = tuple(t for t in listed if _shared_bytes(t, kernel, width, item) <= device.shared_bytes - MARGIN)
     return fitting or (min(listed, key=lambda t: _shared_bytes(t, kernel, width, item)),)
+
+
+def _table(p: AttentionProblem, device: Device) -> dict[tuple[str, int], tuple[Tile, ...]]:
+    if p.dtype == "fp32":
+        return WIDE
+    if device.kind == "hip":
+        return CDNA
+    if _masked(p):
+        return MASKED
+    if int(device.arch) < 90:
+        return AMPERE
+    return HOPPER if _apart(p, 128) and _block_d(p) == p.head_dim else POINTERS
+
+
+def _apart(p: AttentionProblem, rows: int) -> bool:
+    """Whether a last tile of so many rows stays out of the next batch row or document, whose values may be anything, NaN too."""
+    return p.documents < 0 and (p.batch == 1 or (p.q_len % rows == 0 and p.k_len % rows == 0))
 
 
 def _shared_bytes(t: Tile, kernel: str, width: int, item: int) -> int:
@@ -167,13 +196,14 @@ def _block_d(p: AttentionProblem) -> int:
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Strides of batch, sequence and head."""
-    return (x.stride(0) if x.dim() == 4 else 0, x.stride(-3), x.stride(-2))
+    """Strides of batch, sequence and head, in units of 8 elements."""
+    return (x.stride(0) // UNIT if x.dim() == 4 else 0, x.stride(-3) // UNIT, x.stride(-2) // UNIT)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
-    """The tensor as it lies; a copy only where the last dimension has a stride."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """The tensor as it lies; a copy only where the last dimension has a stride, or another one that is no multiple of 8."""
+    steps = all(n == 1 or step % UNIT == 0 for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+    return x if x.stride(-1) == 1 and steps else x.contiguous()
 
 
 def _num_tiles(p: AttentionProblem, length: int, block: int) -> int:
@@ -184,13 +214,12 @@ def _num_tiles(p: AttentionProblem, length: int, block: int) -> int:
 def _views(p: AttentionProblem, wanted: bool, rows: int, *streams: torch.Tensor) -> tuple[TensorDescriptor | None, ...]:
     """Descriptors of the tensors that stream by, [rows, heads x D] as they lie, or None for each where one has no such shape.
 
-    That needs a batch that follows its neighbour, 16-byte steps, and a head as wide as its tile. A last tile must not reach into the
-    next batch row or document, whose values may be anything, NaN too. Kernels with masks take none.
+    That needs a batch that follows its neighbour, 16-byte steps, a head as wide as its tile, and batch rows that a tile does not
+    straddle. Kernels with masks take none.
     """
     if _masked(p):
         return ()
-    apart = p.documents < 0 and (p.batch == 1 or all(x.shape[1] % rows == 0 for x in streams))
-    if not (wanted and apart and _block_d(p) == p.head_dim and all(_describable(x) for x in streams)):
+    if not (wanted and _apart(p, rows) and _block_d(p) == p.head_dim and all(_describable(x) for x in streams)):
         return (None,) * len(streams)
     made = []
     for x in streams:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ops_math.ops._tiles.attention import LOG2E, exponent_offset, tanh_tile, visible_tile
-from ops_math.ops.attention.triton_gpu_fwd import LENGTHS, key_range, load_rows, load_tile, place_document
+from ops_math.ops.attention.triton_gpu_fwd import LENGTHS, key_range, load_rows, load_tile, place_document, steps_of
 
 
 @triton.jit
@@ -18,6 +18,7 @@ def _delta_kernel(
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dout out) in fp32, laid out as lse; rows are numbered as `out` lies: (batch, query, head)."""
+    dout_stride_b, dout_stride_s, dout_stride_h = steps_of(dout_stride_b, dout_stride_s, dout_stride_h)
     rows, cols = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     head, query, batch = rows % num_heads, rows // num_heads % q_len, rows // num_heads // q_len
     place = batch * dout_stride_b + query * dout_stride_s + head * dout_stride_h
@@ -66,6 +67,12 @@ def _bwd_dkdv_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    dout_stride_b, dout_stride_s, dout_stride_h = steps_of(dout_stride_b, dout_stride_s, dout_stride_h)
+    q_stride_b, q_stride_s, q_stride_h = steps_of(q_stride_b, q_stride_s, q_stride_h)
+    k_stride_b, k_stride_s, k_stride_h = steps_of(k_stride_b, k_stride_s, k_stride_h)
+    v_stride_b, v_stride_s, v_stride_h = steps_of(v_stride_b, v_stride_s, v_stride_h)
+    dk_stride_b, dk_stride_s, dk_stride_h = steps_of(dk_stride_b, dk_stride_s, dk_stride_h)
+    dv_stride_b, dv_stride_s, dv_stride_h = steps_of(dv_stride_b, dv_stride_s, dv_stride_h)
     pid = tl.program_id(0)
     tile = pid % num_tiles  # first tiles first: under a causal mask most queries see them
     kv_heads = num_heads // group
@@ -143,6 +150,11 @@ def _bwd_dq_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    dout_stride_b, dout_stride_s, dout_stride_h = steps_of(dout_stride_b, dout_stride_s, dout_stride_h)
+    q_stride_b, q_stride_s, q_stride_h = steps_of(q_stride_b, q_stride_s, q_stride_h)
+    k_stride_b, k_stride_s, k_stride_h = steps_of(k_stride_b, k_stride_s, k_stride_h)
+    v_stride_b, v_stride_s, v_stride_h = steps_of(v_stride_b, v_stride_s, v_stride_h)
+    dq_stride_b, dq_stride_s, dq_stride_h = steps_of(dq_stride_b, dq_stride_s, dq_stride_h)
     pid = tl.program_id(0)
     tile = num_tiles - 1 - pid % num_tiles
     head = (pid // num_tiles % num_heads).to(tl.int64)

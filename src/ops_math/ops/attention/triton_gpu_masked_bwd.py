@@ -8,7 +8,7 @@ import triton.language as tl
 from ops_math.ops._tiles.attention import LOG2E, exponent_offset
 from ops_math.ops._tiles.philox import keep_tile
 from ops_math.ops.attention.triton_gpu_bwd import query_range
-from ops_math.ops.attention.triton_gpu_fwd import LENGTHS, key_range, load_rows, place_document
+from ops_math.ops.attention.triton_gpu_fwd import LENGTHS, key_range, load_rows, place_document, steps_of
 from ops_math.ops.attention.triton_gpu_masked_fwd import hide_scores, kept_keys, load_kept
 
 
@@ -23,6 +23,12 @@ def _bwd_dkdv_masked_kernel(
     MASK: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    dout_stride_b, dout_stride_s, dout_stride_h = steps_of(dout_stride_b, dout_stride_s, dout_stride_h)
+    q_stride_b, q_stride_s, q_stride_h = steps_of(q_stride_b, q_stride_s, q_stride_h)
+    k_stride_b, k_stride_s, k_stride_h = steps_of(k_stride_b, k_stride_s, k_stride_h)
+    v_stride_b, v_stride_s, v_stride_h = steps_of(v_stride_b, v_stride_s, v_stride_h)
+    dk_stride_b, dk_stride_s, dk_stride_h = steps_of(dk_stride_b, dk_stride_s, dk_stride_h)
+    dv_stride_b, dv_stride_s, dv_stride_h = steps_of(dv_stride_b, dv_stride_s, dv_stride_h)
     pid = tl.program_id(0)
     tile = pid % num_tiles
     kv_heads = num_heads // group
@@ -101,6 +107,11 @@ def _bwd_dq_masked_kernel(
     MASK: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    dout_stride_b, dout_stride_s, dout_stride_h = steps_of(dout_stride_b, dout_stride_s, dout_stride_h)
+    q_stride_b, q_stride_s, q_stride_h = steps_of(q_stride_b, q_stride_s, q_stride_h)
+    k_stride_b, k_stride_s, k_stride_h = steps_of(k_stride_b, k_stride_s, k_stride_h)
+    v_stride_b, v_stride_s, v_stride_h = steps_of(v_stride_b, v_stride_s, v_stride_h)
+    dq_stride_b, dq_stride_s, dq_stride_h = steps_of(dq_stride_b, dq_stride_s, dq_stride_h)
     pid = tl.program_id(0)
     tile = num_tiles - 1 - pid % num_tiles
     head = (pid // num_tiles % num_heads).to(tl.int64)
