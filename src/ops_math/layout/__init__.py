@@ -1,5 +1,5 @@
 """Where: strides, copies and their reasons."""
 
-from ops_math.layout.strides import as_rows
+from ops_math.layout.strides import as_rows, row_pieces
 
-__all__ = ["as_rows"]
+__all__ = ["as_rows", "row_pieces"]

@@ -7,5 +7,12 @@ import torch
 
 def as_rows(x: torch.Tensor, num_cols: int | None = None) -> torch.Tensor:
     """`x` as a matrix whose rows are its last dimension (or `num_cols` long), unit stride along a row; a copy only where no view exists."""
-    rows = x.reshape(-1, x.shape[-1] if num_cols is None else num_cols) if x.numel() else x.new_empty((0, x.shape[-1]))
+    rows = x.reshape(-1, x.shape[-1] if num_cols is None else num_cols) if x.numel() else x.new_empty((x.shape[:-1].numel(), x.shape[-1]))
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def row_pieces(rows: int, cols: int, device: torch.device, values: int = 2**17) -> list[slice]:
+    """Slices of rows for several passes in turn: on the CPU `values` a thread (half a MiB in fp32, so that a pass finds in the cache what
+    the one before left there), elsewhere all rows at once."""
+    step = max(1, values * torch.get_num_threads() // max(cols, 1)) if device.type == "cpu" else max(rows, 1)
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

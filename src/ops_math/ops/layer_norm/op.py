@@ -180,6 +180,7 @@ def add_layer_norm(
     dropout_p: float = 0.0,
     rng: Rng | None = None,
     x_bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bias, dropout, residual addition and layer normalisation in one pass.
 
@@ -194,6 +195,8 @@ def add_layer_norm(
         dropout_p: chance of dropping an element of x + x_bias, in [0, 1); the mask is that of `dropout`, and is not stored.
         rng: where the mask comes from; None draws a key from PyTorch's generator. Not looked at when `dropout_p` is 0.
         x_bias: [N] or None, the bias of the linear layer whose product `x` is; added in fp32, unrounded.
+        out_dtype: the dtype in which y is stored; by default that of `x` (under autocast: autocast's). A post-norm model, whose y is its
+            residual stream, passes `residual.dtype`.
 
     Returns:
         (y, s): y as in `layer_norm`; s [..., N] of the wider dtype of `x` and `residual`, rounded once, and normalised as rounded.
@@ -210,9 +213,9 @@ def add_layer_norm(
     checks.same_device("add_layer_norm", "x", x, residual=residual)
     checks.probability("add_layer_norm", "dropout_p", dropout_p)
     if not settings.active():
-        return plain.add_layer_norm(x, residual, weight, bias, eps=eps, dropout_p=dropout_p, rng=rng, x_bias=x_bias)
+        return plain.add_layer_norm(x, residual, weight, bias, eps=eps, dropout_p=dropout_p, rng=rng, x_bias=x_bias, out_dtype=out_dtype)
     state = state_for("add_layer_norm", rng, x.device) if dropout_p else None
-    out = store_dtype(x)
+    out = out_dtype or store_dtype(x)
     if needs_grad(x, residual, weight, bias, x_bias):
         return apply(_AddLayerNorm, x, residual, weight, bias, x_bias, state, eps, dropout_p, out)
     y, total, _, _ = OP.fwd(x, residual, weight, bias, x_bias, state, eps, dropout_p, out)

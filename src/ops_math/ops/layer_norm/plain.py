@@ -23,6 +23,7 @@ def add_layer_norm(
     dropout_p: float = 0.0,
     rng: Rng | None = None,
     x_bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Additions, `F.dropout` (with an Rng its mask) and `F.layer_norm`."""
     if x_bias is not None:
@@ -33,4 +34,5 @@ def add_layer_norm(
     elif dropout_p:
         x = F.dropout(x, dropout_p)
     total = x + residual
-    return layer_norm(total, weight, bias, eps=eps), total
+    y = layer_norm(total, weight, bias, eps=eps)
+    return y if out_dtype is None else y.to(out_dtype), total

@@ -27,6 +27,7 @@ def add_layer_norm(
     dropout_p: float = 0.0,
     rng: Rng | None = None,
     x_bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """s = dropout(x + x_bias) + residual; y = layer_norm(s)."""
     x_MN = x_MN if x_bias is None else x_MN + x_bias

@@ -1,18 +1,30 @@
-"""The operator in plain torch: the CPU implementation, and the yardstick of rounding for the others."""
+"""The operator in plain torch: the CPU implementation, and the yardstick of rounding for the others.
+
+Rows are worked through in pieces that stay in the cache, each pass in place: on the CPU a fresh tensor costs more than the arithmetic.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from ops_math.dispatch import absent
+from ops_math.layout import as_rows, row_pieces
 from ops_math.ops.rms_norm.problem import RmsNormProblem
 from ops_math.spec import DTYPE_OF, compute_dtype
 
 PASSES = 4.0
-CALLS = 6
+CALLS = 12
 
 
 def _weight(p: RmsNormProblem, weight: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    return None if weight is None else weight.to(dtype) + p.weight_offset
+    if weight is None:
+        return None
+    return weight.to(dtype) + p.weight_offset if p.weight_offset else weight.to(dtype)
+
+
+def _scratch(target: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Where to compute: in the result itself if it has the dtype of arithmetic."""
+    return target if target is not None and target.dtype == like.dtype else torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def launch_fwd(
@@ -20,14 +32,26 @@ def launch_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, sum (empty without a residual) and rstd [rows]."""
     dtype = compute_dtype(x.dtype)
-    total = x if residual is None else (x.to(dtype) + residual.to(dtype)).to(torch.promote_types(x.dtype, residual.dtype)).contiguous()
-    wide = total.to(dtype)
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + p.eps)
-    y = wide * rstd
     scale = _weight(p, weight, dtype)
-    if scale is not None:
-        y *= scale
-    return y.to(DTYPE_OF[p.out]).contiguous(), total if residual is not None else x.new_empty(0), rstd.reshape(-1)
+    y_MN = torch.empty((p.rows, p.cols), dtype=DTYPE_OF[p.out], device=x.device)
+    rstd_M1 = torch.empty((p.rows, 1), dtype=dtype, device=x.device)
+    x_MN = as_rows(x)
+    if residual is not None:
+        residual_MN = as_rows(residual)
+        total_MN = torch.empty((p.rows, p.cols), dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
+    for s in row_pieces(p.rows, p.cols, x.device):
+        if residual is None:
+            wide = x_MN[s].to(dtype)
+        else:
+            wide = torch.add(x_MN[s], residual_MN[s], out=total_MN[s]).to(dtype)  # PyTorch adds two bf16 in fp32 and rounds once
+        y, rstd = _scratch(y_MN[s], wide), rstd_M1[s]
+        torch.mean(torch.mul(wide, wide, out=y), -1, keepdim=True, out=rstd).add_(p.eps).rsqrt_()
+        torch.mul(wide, rstd, out=y)
+        if scale is not None:
+            y *= scale
+        if y.dtype != y_MN.dtype:
+            y_MN[s] = y
+    return y_MN.view(x.shape), absent(x) if residual is None else total_MN.view(x.shape), rstd_M1.view(-1)
 
 
 def launch_bwd(
@@ -41,14 +65,26 @@ def launch_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx = rstd (g - xhat mean(g xhat)) + dsum with g = dy (weight + offset); dweight = sum over rows of dy xhat."""
     dtype = compute_dtype(x.dtype)
-    xhat, g = x.to(dtype) * rstd.view(*x.shape[:-1], 1), dy.to(dtype)
-    dw = (g * xhat).reshape(-1, p.cols).sum(0).to(weight.dtype) if weight is not None and p.need_dw else x.new_empty(0)
-    if not p.need_dx:
-        return x.new_empty(0), dw
     scale = _weight(p, weight, dtype)
-    if scale is not None:
-        g = g * scale
-    dx = (g - xhat * (g * xhat).mean(-1, keepdim=True)) * rstd.view(*x.shape[:-1], 1)
-    if dsum is not None:
-        dx += dsum
-    return dx.to(x.dtype).contiguous(), dw
+    need_dw = weight is not None and p.need_dw
+    dw = torch.zeros(p.cols, dtype=dtype, device=x.device) if need_dw else None
+    dx_MN = torch.empty((p.rows, p.cols), dtype=x.dtype, device=x.device) if p.need_dx else None
+    x_MN, dy_MN, rstd_M1 = as_rows(x), as_rows(dy), rstd.view(-1, 1)
+    dsum_MN = None if dsum is None else as_rows(dsum)
+    for s in row_pieces(p.rows, p.cols, x.device):
+        wide, g, rstd_m1 = x_MN[s].to(dtype), dy_MN[s].to(dtype), rstd_M1[s]
+        t = torch.mul(g, wide, out=_scratch(None if dx_MN is None else dx_MN[s], wide)).mul_(rstd_m1)
+        if dw is not None:
+            dw += t.sum(0)
+        if dx_MN is None:
+            continue
+        if scale is not None:
+            t *= scale
+        share = t.mean(-1, keepdim=True).mul_(rstd_m1)
+        t = t.copy_(g) if scale is None else torch.mul(g, scale, out=t)
+        t.addcmul_(wide, share, value=-1).mul_(rstd_m1)
+        if dsum_MN is not None:
+            t += dsum_MN[s]
+        if t.dtype != dx_MN.dtype:
+            dx_MN[s] = t
+    return absent(x) if dx_MN is None else dx_MN.view(x.shape), dw.to(weight.dtype) if dw is not None and weight is not None else absent(x)

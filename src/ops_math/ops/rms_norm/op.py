@@ -179,7 +179,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float 
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float = 1e-6, weight_offset: float = 0.0
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Residual addition and root-mean-square normalisation in one pass.
 
@@ -191,6 +197,8 @@ def add_rms_norm(
         weight: [N] or None.
         eps: added to the mean square.
         weight_offset: added to the weight.
+        out_dtype: the dtype in which y is stored; by default that of `x` (under autocast: autocast's). A post-norm model, whose y is its
+            residual stream, passes `residual.dtype`.
 
     Returns:
         (y, s): y as in `rms_norm`; s [..., N] of the wider dtype of `x` and `residual`, rounded once, and normalised as rounded.
@@ -205,8 +213,8 @@ def add_rms_norm(
     checks.same_shape("add_rms_norm", "x", x, "residual", residual)
     checks.same_device("add_rms_norm", "x", x, residual=residual)
     if not settings.active():
-        return plain.add_rms_norm(x, residual, weight, eps=eps, weight_offset=weight_offset)
-    out = store_dtype(x)
+        return plain.add_rms_norm(x, residual, weight, eps=eps, weight_offset=weight_offset, out_dtype=out_dtype)
+    out = out_dtype or store_dtype(x)
     if needs_grad(x, residual, weight):
         return apply(_AddRmsNorm, x, residual, weight, eps, weight_offset, out)
     y, total, _ = OP.fwd(x, residual, weight, eps, weight_offset, out)

@@ -16,8 +16,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float 
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float = 1e-6, weight_offset: float = 0.0
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """An addition and `F.rms_norm`."""
     total = x + residual
-    return rms_norm(total, weight, eps=eps, weight_offset=weight_offset), total
+    y = rms_norm(total, weight, eps=eps, weight_offset=weight_offset)
+    return y if out_dtype is None else y.to(out_dtype), total

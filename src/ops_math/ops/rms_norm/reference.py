@@ -12,7 +12,13 @@ def rms_norm(x_MN: torch.Tensor, weight_N: torch.Tensor | None = None, *, eps: f
 
 
 def add_rms_norm(
-    x_MN: torch.Tensor, residual_MN: torch.Tensor, weight_N: torch.Tensor | None = None, *, eps: float = 1e-6, weight_offset: float = 0.0
+    x_MN: torch.Tensor,
+    residual_MN: torch.Tensor,
+    weight_N: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """s = x + residual; y = rms_norm(s)."""
     sum_MN = x_MN + residual_MN
