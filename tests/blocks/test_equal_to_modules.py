@@ -155,3 +155,33 @@ def test_a_bias_left_to_the_norm_gives_the_same_outputs_and_gradients(monkeypatc
     for a, b in zip(usual, both(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
     assert asked == [layer.norm1, layer.norm2]
+
+
+def test_a_post_norm_stream_keeps_its_dtype_under_autocast_and_its_gradients_are_as_right_as_plain_ones():
+    from ops_nn.adopt import adopt
+    from ops_nn.models.bert import BertConfig, BertForMaskedLM
+
+    ids = torch.randint(0, 500, (2, 48), generator=torch.Generator().manual_seed(3))
+
+    def gradients(autocast, adopted):
+        model = BertForMaskedLM(BertConfig(500, 64, 256, num_layers=4, num_heads=2))
+        model.reset_parameters(torch.Generator().manual_seed(1))
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+            if hasattr(module, "dropout_p"):
+                module.dropout_p = 0.0
+        model.train()
+        if adopted:
+            adopt(model)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            hidden = model.bert(ids)
+            loss = model(ids, labels=ids).loss
+        assert hidden.dtype == torch.float32
+        loss.backward()
+        return {n: p.grad for n, p in model.named_parameters() if "key.bias" not in n}  # theirs is zero but for rounding
+
+    exact, plain, ours = gradients(False, False), gradients(True, False), gradients(True, True)
+    ratios = [((ours[n] - r).norm() / (plain[n] - r).norm()).item() for n, r in exact.items()]
+    assert sorted(ratios)[len(ratios) // 2] < 1.1
+    assert max(ratios) < 1.6

@@ -63,15 +63,18 @@ def takes_bias(module: Any, x: torch.Tensor) -> bool:
 
 
 def add_and_normalise(
-    norm: Norm, branch: torch.Tensor, x: torch.Tensor, dropout_p: float, rng: Rng | None, bias: torch.Tensor | None = None
+    norm: Norm, branch: torch.Tensor, x: torch.Tensor, dropout_p: float, rng: Rng | None, bias: torch.Tensor | None, stream: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(s, norm(s)) with s = x + dropout(branch + bias)."""
+    """(s, norm(s)) with s = x + dropout(branch + bias). Where norm(s) is the residual `stream`, it keeps the stream's dtype: under
+    autocast a stream rounded at each norm doubles the error of BERT's gradients."""
+    out_dtype = x.dtype if stream else None
     if norm.kind == "layer_norm":
-        y, total = _observed(add_layer_norm, branch, x, norm.weight, norm.bias, eps=norm.eps, dropout_p=dropout_p, rng=rng, x_bias=bias)
+        options = {"eps": norm.eps, "dropout_p": dropout_p, "rng": rng, "x_bias": bias, "out_dtype": out_dtype}
+        y, total = _observed(add_layer_norm, branch, x, norm.weight, norm.bias, **options)
         return total, y
     branch = with_bias(branch, bias)
     branch = _observed(dropout, branch, dropout_p, rng=rng) if dropout_p else branch
-    y, total = _observed(add_rms_norm, branch, x, norm.weight, eps=norm.eps, weight_offset=norm.weight_offset)
+    y, total = _observed(add_rms_norm, branch, x, norm.weight, eps=norm.eps, weight_offset=norm.weight_offset, out_dtype=out_dtype)
     return total, y
 
 

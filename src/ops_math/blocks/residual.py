@@ -65,14 +65,21 @@ class _Norms:
         return norm(x) if found is None else norms.normalise(found, x)
 
     def after_sum(
-        self, norm: Any, branch: torch.Tensor, x: torch.Tensor, p: float, rng: Rng | None, bias: torch.Tensor | None = None
+        self,
+        norm: Any,
+        branch: torch.Tensor,
+        x: torch.Tensor,
+        p: float,
+        rng: Rng | None,
+        bias: torch.Tensor | None = None,
+        stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(s, norm(s)) with s = x + dropout(branch)."""
+        """(s, norm(s)) with s = x + dropout(branch + bias); `stream` says that norm(s) is the residual stream (post-norm)."""
         found = None if norm is None else self.values(norm, x)
         if found is None or branch.shape != x.shape:
             total = x + _dropped(norms.with_bias(branch, bias), p, rng)
             return total, self.apply(norm, total)
-        return norms.add_and_normalise(found, branch, x, p, rng, bias)
+        return norms.add_and_normalise(found, branch, x, p, rng, bias, stream)
 
 
 def _opened(site: str, x: Input, norm: Any, around: _Norms) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,7 +278,7 @@ def _run(
     p, chosen = (own_p, after) if own_p else (dropout_p, last)
     if options.norm_first:
         return _closed(around, stream, value, next_norm, options.defer, p, chosen, bias)
-    _, y = around.after_sum(following, value, stream, p, chosen, bias)
+    _, y = around.after_sum(following, value, stream, p, chosen, bias, stream=True)
     return y if next_norm is None else (y, around.apply(next_norm, y))
 
 
