@@ -149,8 +149,8 @@ def test_a_model_with_dropout_is_held_to_other_masks() -> None:
 
 
 def test_the_verdict_says_where_torch_compile_stands() -> None:
-    assert compared().verdict.endswith("; torch.compile is slower (0.902).") or "torch.compile is slower" in compared().verdict
-    assert "torch.compile is faster still" in compared(step_time=0.5).verdict
+    assert "; torch.compile is slower (" in compared().verdict
+    assert "torch.compile is faster (" in compared(step_time=0.5).verdict
 
 
 def test_a_loss_that_is_no_number_is_the_verdict() -> None:

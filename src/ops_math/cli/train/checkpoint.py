@@ -99,6 +99,7 @@ def _replace(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -
         save_file(tensors, temporary, metadata)
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

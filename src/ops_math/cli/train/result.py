@@ -257,4 +257,4 @@ def compiled_phrase(compiled: float, ours: float) -> str:
     """Where torch.compile stands."""
     if abs(compiled / ours - 1.0) < SAME_TIME:
         return f"torch.compile is as fast ({compiled:.3f})"
-    return f"torch.compile is {'faster still' if compiled < ours else 'slower'} ({compiled:.3f})"
+    return f"torch.compile is {'faster' if compiled < ours else 'slower'} ({compiled:.3f})"
