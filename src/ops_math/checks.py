@@ -217,7 +217,8 @@ def positions(operator: str, low: int, high: int, num_rows: int) -> None:
     """Positions from `low` to `high` name rows of a table."""
     if low < 0 or high >= num_rows:
         outside = low if low < 0 else high
-        fail(operator, "position_ids", f"at least 0 and below {num_rows}, the tables' rows", f"a position of {outside}", "Make longer tables or check the positions.")
+        needs = f"at least 0 and below {num_rows}, the tables' rows"
+        fail(operator, "position_ids", needs, f"a position of {outside}", "Make longer tables or check the positions.")
 
 
 class BudgetError(RuntimeError):
