@@ -60,9 +60,7 @@ class _Phase:
         operator = self.operator
         choice = operator.choice(problem, self.name, backends.device_of(device))
         cost = operator.cost(problem, self.name)
-        counter = counter_for(
-            operator.name, self.name, choice_name(choice), choice.reason, choice.rejected, choice.fallback, str(problem)
-        )
+        counter = counter_for(operator.name, self.name, choice_name(choice), choice.reason, choice.rejected, choice.fallback, str(problem))
         if len(self.memo) >= _MEMO_LIMIT:
             self.memo.clear()
         found = self.memo[key] = (choice.implementation.launcher(self.name), choice.config, counter, cost.bytes)

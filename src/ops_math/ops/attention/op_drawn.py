@@ -49,6 +49,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scal
     counter = stats.counter("attention", "fwd", "vendor:sdpa", REASON)
     counter.calls += 1
     counter.bytes += _can(_problem(q, k, causal, scale, dropout_p), backends.device_of(q.device))
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(*heads_first, None, dropout_p, causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2])
+    grouped = q.shape[2] != k.shape[2]
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, None, dropout_p, causal, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2).contiguous()

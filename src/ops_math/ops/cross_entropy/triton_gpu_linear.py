@@ -30,7 +30,7 @@ from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device
 PASSES = 1.2
 CALLS = 20
 CHUNK_BYTES = 2**28  # of logits at least, if there are as many rows: below, adding the weight's gradient up costs as much as the product
-SLICE_BYTES = 2**27  # of logits of all rows and a slice of the vocabulary
+SLICE_BYTES = 2**26  # of logits of all rows and a slice of the vocabulary: [16384, 2048] x 128,256 then needs 0.2 GiB beside its gradients
 LOSS_BYTES = 2**27  # of logits where only the loss is computed
 ADDED_ROWS = 8192  # rows of the weight's gradient added at a time where addmm cannot add to fp32
 

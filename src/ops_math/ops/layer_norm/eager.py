@@ -17,10 +17,11 @@ PASSES = 6.0
 CALLS = 16
 
 
-def dropped(p: LayerNormProblem, x: torch.Tensor, state: torch.Tensor, first_row: int) -> torch.Tensor:
-    """x / (1 - p) where the mask keeps, 0 elsewhere, for rows from `first_row` on; x is overwritten."""
+def dropped(p: LayerNormProblem, x: torch.Tensor, state: torch.Tensor, first_row: int, out: torch.Tensor) -> torch.Tensor:
+    """Write x / (1 - p) where the mask keeps, 0 elsewhere, for rows from `first_row` on, into `out`, which may be x."""
     keep = keep_mask(state, torch.arange(first_row, first_row + x.shape[0], device=x.device), 0, p.cols, p.dropout_p)
-    return torch.where(keep, x.mul_(1.0 / (1.0 - p.dropout_p)), torch.zeros((), dtype=x.dtype, device=x.device), out=x)
+    torch.mul(x, 1.0 / (1.0 - p.dropout_p), out=out)
+    return torch.where(keep, out, torch.zeros((), dtype=out.dtype, device=out.device), out=out)
 
 
 def scratch(target: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -46,7 +47,7 @@ def summed(
     total = scratch(out, wide)
     total = total.copy_(wide) if x_bias is None else torch.add(wide, x_bias.to(dtype), out=total)
     if state is not None:
-        dropped(p, total, state, s.start)
+        dropped(p, total, state, s.start, total)
     total += residual_MN[s]
     if total.dtype != out.dtype:
         out.copy_(total)
@@ -129,8 +130,8 @@ def launch_bwd(
             dtotal_MN[s] = t
         if dx_MN is None and sums[2] is None:
             continue
-        dx = t if state is None else dropped(p, xhat.copy_(t), state, s.start)
-        if dx_MN is not None:
+        dx = t if state is None else dropped(p, t, state, s.start, scratch(None if dx_MN is None else dx_MN[s], t))
+        if dx_MN is not None and (state is None or dx.dtype != dx_MN.dtype):
             dx_MN[s] = dx
         if sums[2] is not None:
             sums[2] += dx.sum(0)

@@ -9,7 +9,7 @@ import torch
 from ops_math import features
 from ops_math.dispatch import absent
 from ops_math.layout import as_rows, row_pieces
-from ops_math.ops.layer_norm.eager import dropped, summed
+from ops_math.ops.layer_norm.eager import dropped, scratch, summed
 from ops_math.ops.layer_norm.problem import LayerNormProblem, total_dtype
 from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, dtype_name
 
@@ -97,8 +97,8 @@ def launch_bwd(
             dtotal_MN = dtotal
         dx = dtotal
         if state is not None and (p.need_dx or p.need_dx_bias):
-            dx = dropped(p, dtotal.clone() if dtotal is dtotal_MN else dtotal, state, s.start)
-        if dx_MN is not None:
+            dx = dropped(p, dtotal, state, s.start, scratch(None if dx_MN is None else dx_MN[s], dtotal))
+        if dx_MN is not None and (state is None or dx.dtype != dx_MN.dtype):
             dx_MN[s] = dx
         found = dw if p.need_dw else None, db if p.need_db else None, dx.sum(0) if p.need_dx_bias else None
         sums = [new if old is None else old.add_(new) for old, new in zip(sums, found, strict=True)]
