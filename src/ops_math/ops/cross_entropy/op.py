@@ -91,7 +91,7 @@ def check_options(
     """What both operators ask of their arguments; `first` names x."""
     ignore_index, label_smoothing, z_loss, _, reduction = options
     checks.integer(operator, "target", target)
-    checks.shape(operator, "target", target, x.shape[:-1], f"{first} without its last dimension")
+    checks.shape(operator, "target", target, x.shape[:-1], f"{first} without its last dimension", "Give one class number to each row.")
     checks.same_device(operator, first, x, target=target, class_weight=class_weight)
     if class_weight is not None:
         checks.floating(operator, "class_weight", class_weight)

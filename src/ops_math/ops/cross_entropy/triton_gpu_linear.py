@@ -58,6 +58,12 @@ def _rounded(n: int, multiple: int) -> int:
     return max(multiple, n // multiple * multiple)
 
 
+def _even(total: int, most: int) -> int:
+    """A chunk of at most about `most` rows such that all chunks are equal to within 128."""
+    count = -(-total // most)
+    return max(128, -(-total // max(count, 1) // 128) * 128)
+
+
 def configs(p: LinearCrossEntropyProblem, device: Device, phase: str) -> tuple[Config, ...]:
     """Chunks as large as the weight in 16 bits, which takes their place when the gradient is rounded, so that they do not count."""
     row, hip = p.cols * ITEM_SIZE[p.store], device.kind == "hip"
@@ -65,6 +71,7 @@ def configs(p: LinearCrossEntropyProblem, device: Device, phase: str) -> tuple[C
         rows = _rounded(max(CHUNK_BYTES, p.cols * p.hidden * ITEM_SIZE[p.store]) // row, 128)
     else:
         rows = _rounded(LOSS_BYTES // row, 128)
+    rows = _even(p.rows, rows)
     cols = _rounded(SLICE_BYTES // max(1, p.rows * ITEM_SIZE[p.store]), 512)
     tile = (8192, 8 if hip else 16) if p.cols > 4096 else (4096, 4)
     first = Config(rows, cols, 64, False, *tile)
