@@ -80,7 +80,9 @@ def rank(operator: str, argument: str, value: torch.Tensor, dims: int, layout: s
         fail(operator, argument, f"of {dims} dimensions {layout}", f"shape {shape_text(value.shape)}", f"Reshape {argument} to {layout}.")
 
 
-def shape(operator: str, argument: str, value: torch.Tensor, expected: Any, why: str) -> None:
+def shape(
+    operator: str, argument: str, value: torch.Tensor, expected: Any, why: str, do: str = "Check that both come from the same layer."
+) -> None:
     """The tensor has exactly this shape."""
     if tuple(value.shape) != tuple(expected):
         fail(
@@ -88,7 +90,7 @@ def shape(operator: str, argument: str, value: torch.Tensor, expected: Any, why:
             argument,
             f"of shape {shape_text(expected)} ({why})",
             f"shape {shape_text(value.shape)}",
-            "Check that both come from the same layer.",
+            do,
         )
 
 
@@ -229,3 +231,17 @@ def outside_budget(what: str) -> NoReturn:
     """Raise a `BudgetError`."""
     do = "Switch the operator off with ops_math.enabled(False), and report the call with its shapes."
     raise BudgetError(f"outside the error budget:\n{what}\n{do}")
+
+
+def small_number(operator: str, argument: str, value: float) -> None:
+    """An eps: zero or above, and finite."""
+    if not 0.0 <= value < float("inf"):
+        fail(operator, argument, "finite and at least 0", str(value), "Use the value the model was trained with, e.g. 1e-6.")
+
+
+def attention_mask(operator: str, mask: Any) -> None:
+    """A mask that is boolean, or floating and added; an integer one could mean either."""
+    tensor(operator, "mask", mask)
+    if mask.dtype != torch.bool and mask.dtype not in DTYPE_NAME:
+        do = "Pass mask.bool() if 1 means that a key may be seen; an additive mask holds 0 and -inf in a floating dtype."
+        fail(operator, "mask", "boolean (True where a key may be seen) or floating point (added to the scores)", dtype_name(mask.dtype), do)

@@ -175,6 +175,7 @@ def define(
         variant: suffix of the files where two operators share a folder, e.g. `_linear`.
     """
     operator = Operator(name, package, implementations, variant)
+    settings.IMPLEMENTATIONS[name] = implementations
     for phase_name, schema, fake, problem_of in (("fwd", fwd, fake_fwd, problem_fwd), ("bwd", bwd, fake_bwd, problem_bwd)):
         full = f"{name}_{phase_name}"
         _LIBRARY.define(full + schema, tags=_TAGS)
@@ -236,7 +237,12 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
-    """Whether autograd must record a call on these."""
+    """Whether autograd must record a call on these. Under `torch.func` transforms that differentiate it refuses: they see no graph here,
+    and a tangent would come out as zeros."""
+    if features.differentiating_transform():
+        checks.refuse(
+            "ops_math under torch.func", "grad, jvp and their kind are not supported", "Use autograd, or ops_math.enabled(False)."
+        )
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 

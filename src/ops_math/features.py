@@ -91,3 +91,11 @@ def raw_stream(device_index: int) -> int:
     """The handle of the current CUDA stream: by PyTorch's own short cut (0.3 us), or the public way (5 us) where that is gone."""
     short = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return int(short(device_index) if short is not None else torch.cuda.current_stream(device_index).cuda_stream)
+
+
+def differentiating_transform() -> bool:
+    """Whether the innermost `torch.func` transform differentiates (grad, jvp and what is built on them); vmap alone does not."""
+    if torch.compiler.is_compiling() or not getattr(torch._C, "_are_functorch_transforms_active", bool)():
+        return False
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return interpreter is not None and interpreter.key() in (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)

@@ -36,6 +36,9 @@ class Policy(NamedTuple):
     forced: tuple[tuple[str, str], ...]
 
 
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {}  # of each operator, entered where it is defined
+
+
 class _State:
     """The switches. `policy` is None until the environment was read."""
 
@@ -56,14 +59,25 @@ def environment(names: Iterable[str]) -> dict[str, str]:
 
 def _read_environment() -> Policy:
     get = os.environ.get
-    STATE.enabled = STATE.enabled and get("OPS_MATH_ENABLED", "1") != "0"
+    for name in ("OPS_MATH_ENABLED", "OPS_MATH_CHECKED"):
+        checks.one_of("settings", name, get(name, "0"), ("0", "1"))
+    STATE.enabled = STATE.enabled and get("OPS_MATH_ENABLED", "1") == "1"
     STATE.checked = STATE.checked or get("OPS_MATH_CHECKED", "0") == "1"
     precision = get("OPS_MATH_PRECISION", "default")
     checks.one_of("settings", "OPS_MATH_PRECISION", precision, PRECISIONS)
     level = get("OPS_MATH_DETERMINISM", "0")
     checks.one_of("settings", "OPS_MATH_DETERMINISM", level, tuple(str(n) for n in DETERMINISM_LEVELS))
     pairs = [item.partition("=") for item in get("OPS_MATH_FORCE", "").split(",") if item]
-    return Policy(precision, int(level), tuple(sorted((op.strip(), impl.strip()) for op, _, impl in pairs)))
+    forced = {op.strip(): impl.strip() for op, _, impl in pairs}
+    _check_forced("OPS_MATH_FORCE", forced)
+    return Policy(precision, int(level), tuple(sorted(forced.items())))
+
+
+def _check_forced(source: str, forced: dict[str, str]) -> None:
+    """Every operator exists, and has that implementation."""
+    for op, implementation in forced.items():
+        checks.one_of(source, "operator", op, tuple(IMPLEMENTATIONS))
+        checks.one_of(source, op, implementation, IMPLEMENTATIONS[op])
 
 
 def policy() -> Policy:
@@ -144,7 +158,9 @@ def determinism(level: int) -> _Switch:
 
 
 def force(**implementations: str) -> _Switch:
-    """Use one implementation for an operator, e.g. `force(rms_norm="eager")`; an impossible one raises at the call."""
+    """Use one implementation for an operator, e.g. `force(rms_norm="eager")`. An unknown name raises here, an implementation that cannot
+    run a call raises at that call."""
+    _check_forced("force", implementations)
     merged = dict(policy().forced)
     merged.update(implementations)
     return _Switch("policy", policy()._replace(forced=tuple(sorted(merged.items()))))

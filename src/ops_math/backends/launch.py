@@ -14,6 +14,7 @@ import torch
 from ops_math import features
 
 _COMPILED: dict[tuple[Any, ...], tuple[Any, Any, Any, tuple[Any, ...]]] = {}
+STARTED: set[Any] = set()  # every kernel that went Triton's own way; `null` makes them forget what they compiled
 _LIMIT = 8192  # kept kernels by key; a run with ever new shapes starts over instead of growing
 _PLAIN = (int, float, bool)
 ALIGNMENT = 16  # bytes; Triton reads wider where a pointer is a multiple of it
@@ -53,6 +54,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, n
 
 
 def _start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], num_warps: int, num_stages: int, constants: dict[str, Any]) -> Any:
+    STARTED.add(kernel)
     return kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True, **constants)
 
 

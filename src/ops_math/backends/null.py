@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ops_math.backends import launch
 from ops_math.spec import Device
 
 
@@ -75,10 +76,9 @@ def _warp_size(device: Device) -> int:
 
 def _forget_kernels() -> None:
     import triton.compiler.compiler as compiler
-    from triton.runtime.jit import _triton_jit_function_registry as registry
 
-    for fn in registry.values():
-        fn.device_caches.clear()
+    for kernel in launch.STARTED:
+        kernel.device_caches.clear()
     compiler.max_shared_mem.cache_clear()
 
 

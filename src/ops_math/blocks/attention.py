@@ -276,10 +276,10 @@ def attend(
         count = projected[0].shape[-1] // (3 * heads.head_dim)
         out = attention_qkv(projected[0], num_heads=count, **arguments)
     else:
-        q, k, v = (t.view(*t.shape[:-1], -1, heads.head_dim) for t in projected)
+        q, k, v = (t.view(*t.shape[:-1], t.shape[-1] // heads.head_dim, heads.head_dim) for t in projected)
         if options.tables is not None:
             q, k = rope(q, k, *options.tables, position_ids=options.position_ids)
         out = attention(q, k, v, **arguments)
     weight, bias = heads.output
     (branch,) = _products(out.flatten(-2), ((weight, None if split else bias),))
-    return branch.transpose(0, 1) if swapped else branch.view(*whole.shape[:-1], -1), bias if split else None
+    return branch.transpose(0, 1) if swapped else branch.view(*whole.shape[:-1], branch.shape[-1]), bias if split else None

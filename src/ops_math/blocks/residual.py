@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -160,7 +161,29 @@ def _run_attention(module: Any, h: torch.Tensor, kwargs: dict[str, Any]) -> torc
         return module.dropout1(_first(module.self_attn(h, h, h, **{"need_weights": False, **kwargs})))
     if isinstance(module, nn.MultiheadAttention):
         return _first(module(h, h, h, **{"need_weights": False, **kwargs}))
+    _check_keywords(module, kwargs)
     return _first(module(h, **kwargs))
+
+
+def _check_keywords(module: Any, kwargs: dict[str, Any]) -> None:
+    """A keyword that only the fused path reads, on a module that runs as it is: said in words, with the reason why it is not fused."""
+    foreign = [name for name in kwargs if name in BLOCK_KEYWORDS]
+    if not foreign or not isinstance(module, nn.Module):
+        return
+    takes = inspect.signature(module.forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values()):
+        return
+    for name in foreign:
+        if name not in takes:
+            why = recognise.why_not(module, attention.KINDS) or "the library is switched off"
+            do = "Pass what its forward takes, or make it a module that is read (docs/two-lines.md)."
+            checks.fail(
+                "residual_attention",
+                name,
+                "taken by the module's own forward, since the module runs as it is",
+                f"{name}= for a module that is not read: {why}",
+                do,
+            )
 
 
 def _run_mlp(module: Any, h: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -242,6 +265,14 @@ def _block(kind: _Kind, x: Input, norm: Any, module: Any, options: _Options, kwa
     own = _own_residual(module)
     if own is not None:
         _check_own(kind.site, norm, own, options.norm_first)
+    if isinstance(module, nn.TransformerEncoderLayer) and module.norm_first != options.norm_first:
+        checks.fail(
+            kind.site,
+            "norm_first",
+            f"{module.norm_first}, as the layer is built",
+            str(options.norm_first),
+            "Pass norm_first=layer.norm_first.",
+        )
     debugger, on = settings.STATE.debug, settings.active()
     if debugger is not None:
 

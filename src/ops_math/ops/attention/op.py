@@ -184,8 +184,8 @@ def _check_masks(op: str, q: torch.Tensor, k_len: int, mask: Optional, keep: Opt
         checks.same_device(op, "q", q, key_padding_mask=keep)
     if mask is None:
         return None
+    checks.attention_mask(op, mask)
     if mask.dtype != torch.bool:
-        checks.floating(op, "mask", mask)
         if mask.requires_grad and torch.is_grad_enabled():
             checks.refuse(
                 f"{op}: mask",

@@ -162,6 +162,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.
     Source: Ba, Kiros and Hinton, Layer Normalization, 2016; backward derived in DESIGN.md.
     """
     _check("layer_norm", x, weight=weight, bias=bias)
+    checks.small_number("layer_norm", "eps", eps)
     if not settings.active():
         return plain.layer_norm(x, weight, bias, eps=eps)
     out = store_dtype(x)
@@ -208,6 +209,7 @@ def add_layer_norm(
     Source: as `layer_norm` and `dropout`.
     """
     _check("add_layer_norm", x, weight=weight, bias=bias, x_bias=x_bias)
+    checks.small_number("add_layer_norm", "eps", eps)
     checks.floating("add_layer_norm", "residual", residual)
     checks.same_shape("add_layer_norm", "x", x, "residual", residual)
     checks.same_device("add_layer_norm", "x", x, residual=residual)

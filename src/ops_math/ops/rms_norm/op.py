@@ -144,6 +144,7 @@ class _AddRmsNorm(torch.autograd.Function):
 def _check(operator: str, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
     checks.floating(operator, "x", x)
     checks.at_least_1d(operator, "x", x)
+    checks.small_number(operator, "eps", eps)
     if weight is not None:
         checks.floating(operator, "weight", weight)
         checks.shape(operator, "weight", weight, x.shape[-1:], "the last dimension of x")
