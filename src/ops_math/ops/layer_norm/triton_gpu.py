@@ -56,16 +56,12 @@ def configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ..
         return _wide_configs(p, device)
     lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
     block_n = triton.next_power_of_2(max(p.cols, 4 if p.dropout_p else 1))  # a tile of the mask has four columns at least
-    # Values a tile, values a thread, stages; the forward starts one program for each tile unless it loads ahead. Fewer warps win where a
-    # row's sums are all there is to do (H200, forward at 8,192: 2,597 GB/s with 16 warps, 3,653 with 8), and one row a tile where it can.
-    masked = p.dropout_p > 0 or bool(p.x_bias)
-    if phase == "fwd" and not masked:
-        wishes = ((2048, 32, 1), (2048, 16, 1), (4096, 32, 1), (2048, 64, 1), (2048, 16, 2))
-    elif phase == "fwd":
-        values = 32 if block_n <= 1024 else 16 if block_n <= 4096 else 8
-        wishes = ((2048, values, 1), (4096, 16, 1), (2048, 16, 1), (2048, 32, 1), (2048, 16, 2))
-    elif masked:
-        wishes = ((1024, 8, 3), (1024, 16, 3), (1024, 8, 1), (1024, 8, 2), (1024, 16, 1))
+    # Values a tile, values a thread, stages; the forward starts one program for each tile unless it loads ahead. The backward takes one
+    # row where it can: four rows of 1,024 halve its speed (H200: 1,571 against 3,170 GB/s with two), since their sum crosses warps.
+    if phase == "fwd":
+        wishes = ((2048, 16, 1), (4096, 16, 1), (2048, 32, 1), (2048, 8, 1), (2048, 16, 2))
+    elif p.dropout_p or p.x_bias:
+        wishes = ((1024, 16, 2), (1024, 8, 2), (1024, 16, 1), (1024, 16, 3), (2048, 16, 2))
     else:
         wishes = ((1024, 16, 3), (2048, 16, 3), (1024, 8, 3), (1024, 16, 2), (1024, 16, 1), (2048, 16, 2))
     found: list[Config] = []
@@ -73,21 +69,19 @@ def configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ..
         block_m = max(1, min(tile // block_n, 16))
         num_warps = min(max(block_m * block_n // (values * lanes), 1), most_warps)
         tiles = max(-(-p.rows // block_m), 1)
-        resident = 32 if phase == "fwd" else 12 if masked and values > 8 else 16  # warps of a core, as the registers allow
-        per_core = max(resident // num_warps, 1)
+        per_core = max((32 if phase == "fwd" else 16) // num_warps, 1)  # as many as the registers hold
         persistent = phase == "bwd" or num_stages > 1
         config = Config(block_m, block_n, num_warps, min(tiles, device.num_cores * per_core) if persistent else tiles, num_stages)
-        if config not in found and block_m * block_n <= 64 * num_warps * lanes and (device.kind != "hip" or num_stages == 1):
+        if config not in found and block_m * block_n <= 32 * num_warps * lanes and (device.kind != "hip" or num_stages == 1):
             found.append(config)
     return tuple(found)
 
 
 def _wide_configs(p: LayerNormProblem, device: Device) -> tuple[Config, ...]:
-    """One row a program; the sums over rows are cut so that there are about two programs a core."""
-    cuts = 2 * device.num_cores // max(p.cols // COLUMNS_N, 1)
+    """One row a program; the sums over rows are cut so that there are about four programs a core."""
+    cuts = 4 * device.num_cores // max(p.cols // COLUMNS_N, 1)
     num_programs = max(min(cuts, -(-p.rows // COLUMNS_M)), 1)
-    stages = (1,) if device.kind == "hip" else (3, 1)
-    return tuple(Config(1, WIDE_BLOCK, num_warps, num_programs, num_stages) for num_warps in (16, 8) for num_stages in stages)
+    return tuple(Config(1, WIDE_BLOCK, num_warps, num_programs, 1) for num_warps in (8, 16, 4))
 
 
 @triton.jit
@@ -200,9 +194,7 @@ def _bwd_kernel(
     cols = tl.arange(0, BLOCK_N)
     if weight_ptr is not None:
         weight = _parameter(weight_ptr, cols, num_cols)
-    # Sums over rows stay apart for each row of the tile until the end: added up in the loop they would cross warps each time.
-    dw, db = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    dx_bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    dw, db, dx_bias = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
@@ -216,9 +208,9 @@ def _bwd_kernel(
 
         xhat = (total - mean[:, None]) * rstd[:, None]
         if dw_ptr is not None:
-            dw += g * xhat
+            dw += tl.sum(g * xhat, 0)
         if db_ptr is not None:
-            db += g
+            db += tl.sum(g, 0)
         if dtotal_ptr is not None or dx_ptr is not None or dx_bias_ptr is not None:
             if weight_ptr is not None:
                 g = g * weight
@@ -230,16 +222,16 @@ def _bwd_kernel(
             if state_ptr is not None and (dx_ptr is not None or dx_bias_ptr is not None):
                 dtotal = _drop(dtotal, state_ptr, rows, 0, threshold, scale, BLOCK_N)
             if dx_bias_ptr is not None:
-                dx_bias += dtotal
+                dx_bias += tl.sum(dtotal, 0)
             if dx_ptr is not None:
                 tl.store(dx_ptr + rows[:, None] * num_cols + cols[None, :], dtotal.to(dx_ptr.dtype.element_ty), mask=mask)
     place = tl.program_id(0).to(tl.int64) * num_cols + cols
     if dw_ptr is not None:
-        tl.store(dw_ptr + place, tl.sum(dw, 0), mask=cols < num_cols)
+        tl.store(dw_ptr + place, dw, mask=cols < num_cols)
     if db_ptr is not None:
-        tl.store(db_ptr + place, tl.sum(db, 0), mask=cols < num_cols)
+        tl.store(db_ptr + place, db, mask=cols < num_cols)
     if dx_bias_ptr is not None:
-        tl.store(dx_bias_ptr + place, tl.sum(dx_bias, 0), mask=cols < num_cols)
+        tl.store(dx_bias_ptr + place, dx_bias, mask=cols < num_cols)
 
 
 @triton.jit
@@ -285,16 +277,14 @@ def _bwd_wide_kernel(
 def _bwd_columns_kernel(
     dy_ptr, dsum_ptr, total_ptr, weight_ptr, mean_ptr, rstd_ptr, state_ptr, means_ptr, dw_ptr, db_ptr, dx_bias_ptr,
     num_rows, num_cols, dy_stride, dsum_stride, total_stride, threshold, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     first_col = tl.program_id(1) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     if weight_ptr is not None:
         weight = _parameter(weight_ptr, cols, num_cols)
-    # Sums over rows stay apart for each row of the tile until the end: added up in the loop they would cross warps each time.
-    dw, db = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    dx_bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+    dw, db, dx_bias = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
         rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
 
@@ -305,9 +295,9 @@ def _bwd_columns_kernel(
 
         xhat = (total - mean[:, None]) * rstd[:, None]
         if dw_ptr is not None:
-            dw += g * xhat
+            dw += tl.sum(g * xhat, 0)
         if db_ptr is not None:
-            db += g
+            db += tl.sum(g, 0)
         if dx_bias_ptr is not None:
             if weight_ptr is not None:
                 g = g * weight
@@ -318,14 +308,14 @@ def _bwd_columns_kernel(
                 dtotal += tl.load(dsum_ptr + rows[:, None] * dsum_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
             if state_ptr is not None:
                 dtotal = _drop(dtotal, state_ptr, rows, first_col, threshold, scale, BLOCK_N)
-            dx_bias += dtotal
+            dx_bias += tl.sum(dtotal, 0)
     place = tl.program_id(0).to(tl.int64) * num_cols + cols
     if dw_ptr is not None:
-        tl.store(dw_ptr + place, tl.sum(dw, 0), mask=cols < num_cols)
+        tl.store(dw_ptr + place, dw, mask=cols < num_cols)
     if db_ptr is not None:
-        tl.store(db_ptr + place, tl.sum(db, 0), mask=cols < num_cols)
+        tl.store(db_ptr + place, db, mask=cols < num_cols)
     if dx_bias_ptr is not None:
-        tl.store(dx_bias_ptr + place, tl.sum(dx_bias, 0), mask=cols < num_cols)
+        tl.store(dx_bias_ptr + place, dx_bias, mask=cols < num_cols)
 
 
 @triton.jit
@@ -449,5 +439,5 @@ def _launch_wide(
     if any(t is not None for t in partials):
         launch(
             _bwd_columns_kernel, (config.num_programs, triton.cdiv(p.cols, COLUMNS_N)), *inputs, means, *partials, *scalars,
-            BLOCK_M=COLUMNS_M, BLOCK_N=COLUMNS_N, STAGES=config.num_stages, num_warps=8,
+            BLOCK_M=COLUMNS_M, BLOCK_N=COLUMNS_N, num_warps=4,
         )  # fmt: skip

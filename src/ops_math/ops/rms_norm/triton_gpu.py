@@ -51,17 +51,15 @@ def _is_wide(p: RmsNormProblem, phase: str) -> bool:
 def configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
     """The legal configurations, best guess first."""
     if _is_wide(p, phase):
-        cuts = 2 * device.num_cores // max(p.cols // COLUMNS_N, 1)  # about two programs a core sum the weight's gradient
+        cuts = 4 * device.num_cores // max(p.cols // COLUMNS_N, 1)  # about four programs a core sum the weight's gradient
         num_programs = max(min(cuts, -(-p.rows // COLUMNS_M)), 1)
-        stages = (1,) if device.kind == "hip" else (3, 1)
-        return tuple(Config(1, WIDE_BLOCK, num_warps, num_programs, num_stages) for num_warps in (16, 8) for num_stages in stages)
+        return tuple(Config(1, WIDE_BLOCK, num_warps, num_programs, 1) for num_warps in (8, 16, 4))
     lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
     block_n = triton.next_power_of_2(max(p.cols, 1))
     # Values a tile, values a thread, stages; the forward starts one program for each tile unless it loads ahead. The backward takes one
     # row where it can: four rows of 1,024 halve its speed (H200: 1,571 against 3,170 GB/s with two), since their sum crosses warps.
     if phase == "fwd":
-        first, second = (16, 32) if block_n <= 4096 else (32, 16)
-        wishes = ((2048, first, 1), (2048, second, 1), (4096, 16, 1), (2048, 16, 2))
+        wishes = ((2048, 16, 1), (4096, 16, 1), (2048, 32, 1), (2048, 8, 1), (2048, 16, 2))
     else:
         wishes = ((1024, 16, 3), (1024, 8, 3), (2048, 16, 3), (1024, 16, 2), (1024, 16, 1), (2048, 16, 2))
         if 1024 <= block_n <= 2048:  # sixteen values a thread spill there (sm_90, 8 bytes)
@@ -153,7 +151,7 @@ def _bwd_kernel(
     cols = tl.arange(0, BLOCK_N)
     if weight_ptr is not None:
         weight = _parameter(weight_ptr, cols, num_cols, weight_offset)
-    dw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up over rows at the end: in the loop that would cross warps each time
+    dw = tl.zeros([BLOCK_N], tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
@@ -166,7 +164,7 @@ def _bwd_kernel(
 
         xhat = x * rstd[:, None]
         if dw_ptr is not None:
-            dw += g * xhat
+            dw += tl.sum(g * xhat, 0)
         if dx_ptr is not None:
             if weight_ptr is not None:
                 g = g * weight
@@ -175,7 +173,7 @@ def _bwd_kernel(
                 dx += dsum
             tl.store(dx_ptr + rows[:, None] * num_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if dw_ptr is not None:
-        tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * num_cols + cols, tl.sum(dw, 0), mask=cols < num_cols)
+        tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * num_cols + cols, dw, mask=cols < num_cols)
 
 
 @triton.jit
@@ -211,11 +209,11 @@ def _bwd_wide_kernel(
 @triton.jit
 def _bwd_columns_kernel(
     dy_ptr, x_ptr, rstd_ptr, dw_ptr, num_rows, num_cols, dy_stride, x_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    dw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up over rows at the end: in the loop that would cross warps each time
-    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+    dw = tl.zeros([BLOCK_N], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
         rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
 
@@ -223,8 +221,8 @@ def _bwd_columns_kernel(
         g = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)
 
-        dw += g * (x * rstd[:, None])
-    tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * num_cols + cols, tl.sum(dw, 0), mask=cols < num_cols)
+        dw += tl.sum(g * (x * rstd[:, None]), 0)
+    tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * num_cols + cols, dw, mask=cols < num_cols)
 
 
 @triton.jit
@@ -283,8 +281,7 @@ def launch_bwd(
         if partial is not None:
             launch(
                 _bwd_columns_kernel, (config.num_programs, triton.cdiv(p.cols, COLUMNS_N)), dy_MN, x_MN, rstd, partial,
-                p.rows, p.cols, dy_MN.stride(0), x_MN.stride(0), BLOCK_M=COLUMNS_M, BLOCK_N=COLUMNS_N,
-                STAGES=config.num_stages, num_warps=8,
+                p.rows, p.cols, dy_MN.stride(0), x_MN.stride(0), BLOCK_M=COLUMNS_M, BLOCK_N=COLUMNS_N, num_warps=4,
             )  # fmt: skip
     if partial is not None:
         launch(

@@ -34,13 +34,13 @@ def supports(p: SoftmaxProblem, device: Device, phase: str) -> str | None:
 
 
 def configs(p: SoftmaxProblem, device: Device, phase: str) -> tuple[Config, ...]:
-    """Tiles of whole rows, 16 or 32 values a thread (8 lose a third on an H200), several rows a tile for narrow ones."""
+    """Tiles of whole rows; 16 values a thread first, then 32 and 8, and more rows a tile for narrow ones."""
     lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
     if p.cols > WIDEST:
-        return tuple(Config(1, WIDE_BLOCK, num_warps) for num_warps in (16, 8, 4))
+        return tuple(Config(1, WIDE_BLOCK, num_warps) for num_warps in (8, 16, 4))
     block_n = triton.next_power_of_2(max(p.cols, 1))
     found: list[Config] = []
-    for values, tile in ((16, 2048), (32, 2048), (16, 1024), (16, 4096)):
+    for values, tile in ((16, 2048), (16, 4096), (32, 2048), (8, 2048), (16, 1024)):
         block_m = max(1, min(tile // block_n, 32))
         num_warps = min(max(block_m * block_n // (values * lanes), 1), most_warps)
         config = Config(block_m, block_n, num_warps)
