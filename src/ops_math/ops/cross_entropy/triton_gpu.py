@@ -81,10 +81,6 @@ def _fwd_tile_kernel(
     if HAS_CAP:
         z = tl.where(mask, soft_capped(z, softcap), float("-inf"))
         z_target = soft_capped(z_target, softcap)
-    top = tl.max(z, 1)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    log_total = tl.log(tl.sum(tl.exp(z - base[:, None]), 1))
-    lse = base + log_total
     smooth_sum, smooth_total = 0.0, smoothing
     if SMOOTHING:
         every = tl.where(mask, z, 0.0)
@@ -92,6 +88,10 @@ def _fwd_tile_kernel(
             every = every * tl.load(class_weight_ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32)[None, :]
             smooth_total = smooth * tl.load(weight_sum_ptr).to(tl.float32)
         smooth_sum = tl.sum(every, 1)
+    top = tl.max(z, 1)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    log_total = tl.log(tl.sum(tl.exp(z - base[:, None]), 1))
+    lse = base + log_total
     loss = row_loss(lse, (base - z_target) + log_total, smooth_sum, smooth_total, kept, weight, one, smoothing, smooth, z_loss, SMOOTHING)
 
     tl.store(loss_ptr + rows, loss, mask=here)
