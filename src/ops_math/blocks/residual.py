@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ops_math import checks, settings, stats
+from ops_math import checks, settings
 from ops_math.blocks import attention, mlp, norms, recognise, replay
 from ops_math.blocks.parts import BLOCK_KEYWORDS
 from ops_math.ops.dropout.op import dropout
 from ops_math.rng import Rng
+from ops_math.stats import note as note_module
 
 
 class Unsummed(NamedTuple):
@@ -35,7 +36,7 @@ Input = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | Unsummed
 
 def _note(site: str, what: str, reason: str) -> None:
     if not torch.compiler.is_compiling():
-        stats.note(site, "module", f"{what}: {reason}")
+        note_module(site, "module", f"{what}: {reason}")
 
 
 def _dropped(branch: torch.Tensor, p: float, rng: Rng | None) -> torch.Tensor:

@@ -12,11 +12,12 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from ops_math import backends, settings, stats
+from ops_math import backends, settings
 from ops_math.ops.attention import vendor
 from ops_math.ops.attention.problem import AttentionProblem, cost
 from ops_math.spec import Device
 from ops_math.spec import dtype_name as name_of
+from ops_math.stats import counter as counter_for
 
 REASON = "PyTorch draws the mask: no rng was given"
 
@@ -46,7 +47,7 @@ def can_draw(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, dropo
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, dropout_p: float) -> torch.Tensor:
     """out [B, Sq, H, D] of [B, S, H, D] tensors of one 16-bit dtype."""
-    counter = stats.counter("attention", "fwd", "vendor:sdpa", REASON)
+    counter = counter_for("attention", "fwd", "vendor:sdpa", REASON)
     counter.calls += 1
     counter.bytes += _can(_problem(q, k, causal, scale, dropout_p), backends.device_of(q.device))
     grouped = q.shape[2] != k.shape[2]
