@@ -8,7 +8,7 @@ import pytest
 
 from ops_math import UnsupportedError
 from ops_math.schedule import choose
-from ops_math.schedule.record import EMPTY, parse
+from ops_math.schedule.record import EMPTY, load_shipped, parse
 from ops_math.settings import Policy
 from ops_math.spec import Cost, Device, Implementation
 
@@ -90,3 +90,25 @@ def test_a_kernel_is_not_even_imported_where_triton_cannot_run():
 def test_equal_times_go_to_the_candidate_listed_first_every_time():
     picks = {answer([candidate("vendor"), candidate("eager")]).implementation.name for _ in range(20)}
     assert picks == {"vendor"}
+
+
+def test_the_shipped_record_holds_measurements_with_their_source_and_rows_that_we_lose():
+    entries = load_shipped().entries
+    assert entries
+    for entry in entries:
+        assert entry.size_low < entry.size_high
+        assert len(entry.times_us) > 1
+        assert "commit" in entry.source
+        assert "torch" in entry.source
+    assert any(min(e.times_us, key=e.times_us.get) == "vendor" for e in entries)
+
+
+def test_where_the_record_says_that_pytorch_wins_pytorch_runs():
+    import torch
+
+    import ops_math as om
+
+    om.reset_stats()
+    om.layer_norm(torch.randn(1024, 320), torch.ones(320))
+    (row,) = om.stats().rows
+    assert (row.implementation, row.reason) == ("vendor", "fastest measured")
