@@ -73,5 +73,7 @@ class Own(nn.Module):
 
 
 def test_a_keyword_of_the_fused_path_on_a_module_that_is_not_read_says_why():
-    with pytest.raises(ArgumentError, match=r"^residual_attention: causal must be taken by the module's own forward.*Own is not in the table"):
+    with pytest.raises(
+        ArgumentError, match=r"^residual_attention: causal must be taken by the module's own forward.*Own is not in the table"
+    ):
         om.residual_attention(torch.randn(2, 4, 8), nn.RMSNorm(8), Own(), causal=True)

@@ -34,7 +34,8 @@ def supports(p: DropoutProblem, device: Device, phase: str) -> str | None:
 def configs(p: DropoutProblem, device: Device, phase: str) -> tuple[Config, ...]:
     """Tiles of 1,024 to 8,192 values, 16 or 8 a thread."""
     found = []
-    for values, num_warps in ((2048, 4), (4096, 8), (1024, 4), (8192, 16)):
+    sizes = ((4096, 8), (2048, 4)) if p.cols > 2048 else ((2048, 4), (4096, 8))
+    for values, num_warps in (*sizes, (1024, 4), (8192, 16)):
         block_n = min(max(triton.next_power_of_2(max(p.cols, 1)), 4), min(values, WIDEST))
         found.append(Config(max(values // block_n, 1), block_n, num_warps))
     return tuple(found)

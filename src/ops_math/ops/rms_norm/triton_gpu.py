@@ -53,13 +53,14 @@ def configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]
     if _is_wide(p, phase):
         cuts = 4 * device.num_cores // max(p.cols // COLUMNS_N, 1)  # about four programs a core sum the weight's gradient
         num_programs = max(min(cuts, -(-p.rows // COLUMNS_M)), 1)
-        return tuple(Config(1, WIDE_BLOCK, num_warps, num_programs, 1) for num_warps in (8, 16, 4))
+        return tuple(Config(1, WIDE_BLOCK, num_warps, num_programs, 1) for num_warps in (16, 8, 4))
     lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
     block_n = triton.next_power_of_2(max(p.cols, 1))
     # Values a tile, values a thread, stages; the forward starts one program for each tile unless it loads ahead. The backward takes one
     # row where it can: four rows of 1,024 halve its speed (H200: 1,571 against 3,170 GB/s with two), since their sum crosses warps.
     if phase == "fwd":
-        wishes = ((2048, 16, 1), (4096, 16, 1), (2048, 32, 1), (2048, 8, 1), (2048, 16, 2))
+        first = 16 if block_n <= 4096 else 32
+        wishes = tuple(sorted(((2048, 16, 1), (4096, 16, 1), (2048, 32, 1), (2048, 8, 1), (2048, 16, 2)), key=lambda w: w[1] != first))
     else:
         wishes = ((1024, 16, 3), (1024, 8, 3), (2048, 16, 3), (1024, 16, 2), (1024, 16, 1), (2048, 16, 2))
         if 1024 <= block_n <= 2048:  # sixteen values a thread spill there (sm_90, 8 bytes)

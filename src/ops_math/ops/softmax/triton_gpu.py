@@ -37,7 +37,7 @@ def configs(p: SoftmaxProblem, device: Device, phase: str) -> tuple[Config, ...]
     """Tiles of whole rows; 16 values a thread first, then 32 and 8, and more rows a tile for narrow ones."""
     lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
     if p.cols > WIDEST:
-        return tuple(Config(1, WIDE_BLOCK, num_warps) for num_warps in (8, 16, 4))
+        return tuple(Config(1, WIDE_BLOCK, num_warps) for num_warps in (16, 8, 4))
     block_n = triton.next_power_of_2(max(p.cols, 1))
     found: list[Config] = []
     for values, tile in ((16, 2048), (16, 4096), (32, 2048), (8, 2048), (16, 1024)):
