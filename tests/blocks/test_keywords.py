@@ -254,12 +254,14 @@ def test_a_bert_module_with_a_norm_of_its_own_is_not_given_another():
     assert torch.equal(own, om.residual_attention(x, None, setup.module, norm_first=False))
 
 
-def test_an_unknown_module_gets_every_keyword_and_complains_itself():
+def test_an_unknown_module_gets_every_keyword_and_one_that_only_the_fused_path_reads_is_refused():
     class Own(nn.Module):
         def forward(self, x, *, factor):
             return (x * factor, "weights")
 
     x = torch.randn(2, WIDTH)
     torch.testing.assert_close(om.residual_attention(x, None, Own(), factor=3.0), x + 3 * x)
-    with pytest.raises(TypeError):
+    with pytest.raises(om.ArgumentError, match=r"^residual_attention: window must be taken by the module's own forward"):
         om.residual_attention(x, None, Own(), factor=3.0, window=(1, 0))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'unheard_of'"):
+        om.residual_attention(x, None, Own(), factor=3.0, unheard_of=1)
