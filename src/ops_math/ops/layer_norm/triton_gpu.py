@@ -62,10 +62,16 @@ def configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ..
         # Fewer warps win where a row's two sums are all there is to do (H200: 3,653 GB/s with 8 warps at 8,192, 2,597 with 16).
         first = 32 if block_n <= 1024 or not p.dropout_p else 16 if block_n <= 4096 else 8
         wishes = tuple(sorted(((2048, 16, 1), (4096, 16, 1), (2048, 32, 1), (2048, 8, 1), (2048, 16, 2)), key=lambda w: w[1] != first))
+        if block_n < 1024:  # a narrow row is one warp's with 8 values a thread; larger tiles spill on sm_80 and sm_100 (8 bytes)
+            wishes = ((1024, 8, 1), *wishes)
     elif p.dropout_p or p.x_bias:
         wishes = ((1024, 16, 2), (1024, 8, 2), (1024, 16, 1), (1024, 16, 3), (2048, 16, 2))
+        if block_n < 1024:  # sixteen values a thread spill there (sm_80, 16 bytes)
+            wishes = ((1024, 8, 3), *wishes)
     else:
         wishes = ((1024, 16, 3), (2048, 16, 3), (1024, 8, 3), (1024, 16, 2), (1024, 16, 1), (2048, 16, 2))
+        if block_n < 1024:  # sixteen values a thread spill there (sm_100, 24 bytes)
+            wishes = ((1024, 8, 3), *wishes)
     found: list[Config] = []
     for tile, values, num_stages in wishes:
         block_m = max(1, min(tile // block_n, 16))

@@ -40,7 +40,8 @@ def configs(p: SoftmaxProblem, device: Device, phase: str) -> tuple[Config, ...]
         return tuple(Config(1, WIDE_BLOCK, num_warps) for num_warps in (16, 8, 4))
     block_n = triton.next_power_of_2(max(p.cols, 1))
     found: list[Config] = []
-    for values, tile in ((16, 2048), (16, 4096), (32, 2048), (8, 2048), (16, 1024)):
+    narrow = ((8, 2048),) if block_n < 1024 else ()  # sixteen values a thread spill there (sm_100, 8 bytes)
+    for values, tile in (*narrow, (16, 2048), (16, 4096), (32, 2048), (8, 2048), (16, 1024)):
         block_m = max(1, min(tile // block_n, 32))
         num_warps = min(max(block_m * block_n // (values * lanes), 1), most_warps)
         config = Config(block_m, block_n, num_warps)
