@@ -180,7 +180,7 @@ def launch_bwd(
     layer = Layer(p, config, x, weight, bias)
     class_weight = None if class_weight is None else class_weight.to(layer.wide)
     rows = eager.read_targets(p.loss, target, class_weight, layer.wide)
-    per_row, common = row_scales(p, dloss, layer.wide)
+    per_row, common = row_scales(p, dloss, target, layer.wide)
     grads = Gradients(p, layer)
     for start, stop, xs, logits in _chunks_of_logits(p, config, layer):
         for part, at in _pieces(logits, start):
@@ -195,12 +195,18 @@ def launch_bwd(
     return finish(p, x, common, divisor, grads.dx, grads.dw, grads.db)
 
 
-def row_scales(p: LinearCrossEntropyProblem, dloss: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """What dlogits are multiplied with before they are rounded [rows], at most 1 in size, and what the gradients are after it []."""
+def row_scales(
+    p: LinearCrossEntropyProblem, dloss: torch.Tensor, target: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """What dlogits are multiplied with before they are rounded [rows], and what the gradients are after it [].
+
+    The common factor is the largest finite one, so that finite scales are at most 1 in size, and a row whose own gradient is infinite or
+    NaN spoils no other row's dx. Ignored rows count for nothing, whatever their gradient is.
+    """
     if p.reduction != "none":
         return None, dloss
-    flat = dloss.reshape(-1).to(dtype)
-    largest = flat.abs().amax() if p.rows else flat.new_ones(())
+    flat = dloss.reshape(-1).to(dtype).masked_fill(target.reshape(-1) == p.ignore_index, 0.0)
+    largest = flat.abs().masked_fill(~flat.isfinite(), 0.0).amax() if p.rows else flat.new_ones(())
     common = torch.where(largest == 0, 1.0, largest)
     return flat / common, common
 

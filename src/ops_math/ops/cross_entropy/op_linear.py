@@ -166,7 +166,8 @@ def linear_cross_entropy(
 
     Precision: products in the dtype of `x`, summed in fp32 (fp64 for fp64) over all rows. Logits, and dlogits of the sum of losses,
         are rounded to it; division by the token count and multiplication with the loss's gradient come after the sums, in fp32,
-        so fp16 does not underflow. Each gradient is rounded once, to the dtype of its input.
+        so fp16 does not underflow; with `none`, rows whose own gradients lie further apart than the dtype reaches do (fp16: 1e4).
+        Each gradient is rounded once, to the dtype of its input.
     Determinism: level 1.
     Raises: ArgumentError for wrong shapes, dtypes, devices and options out of their range.
     Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024 (the problem); derived in DESIGN.md.

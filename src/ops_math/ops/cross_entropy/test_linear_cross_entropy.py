@@ -177,3 +177,30 @@ def test_small_chunks_padding_and_the_kernel_of_one_visit_give_the_same_within_t
     environment = {**os.environ, "PYTHONPATH": str(Path(om.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     answer = subprocess.run([sys.executable, "-c", VARIANTS], env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert answer.stdout.strip() == "none", answer.stdout + answer.stderr[-2000:]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_the_gradient_of_an_ignored_row_counts_for_nothing_whatever_it_is(bad):
+    x, weight, target = torch.randn(5, 16), torch.randn(12, 16), torch.tensor([1, 2, -100, 4, 5])
+    fed = torch.rand(5) + 0.5
+
+    def gradients(dloss):
+        a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        om.linear_cross_entropy(a, b, target, reduction="none").backward(dloss)
+        return a.grad, b.grad
+
+    spoiled = fed.clone()
+    spoiled[2] = bad
+    for ours, usual in zip(gradients(spoiled), gradients(fed), strict=True):
+        assert torch.equal(ours, usual)
+
+
+def test_a_row_with_an_infinite_gradient_spoils_no_other_rows_gradient():
+    x, weight, target = torch.randn(5, 16, requires_grad=True), torch.randn(12, 16), torch.arange(5)
+    fed = torch.rand(5) + 0.5
+    (usual,) = torch.autograd.grad(om.linear_cross_entropy(x, weight, target, reduction="none"), x, fed)
+    fed[3] = float("inf")
+    (ours,) = torch.autograd.grad(om.linear_cross_entropy(x, weight, target, reduction="none"), x, fed)
+    others = [0, 1, 2, 4]
+    assert not ours[3].isfinite().all()
+    assert (ours[others] - usual[others]).norm() <= 1e-6 * usual[others].norm()

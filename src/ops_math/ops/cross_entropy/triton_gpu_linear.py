@@ -302,7 +302,7 @@ def launch_bwd(
     if p.when == "forward":
         return finish(p, x, dloss, divisor, dx, dweight, dbias)
     layer, target_M = _Layer(p, config, x, weight, bias), target.reshape(-1)
-    per_row, common = row_scales(p, dloss, torch.float32)
+    per_row, common = row_scales(p, dloss, target, torch.float32)
     scale = _one(x) if per_row is None else per_row
     factor = factor_of(common, divisor)
     o = kernels.operands(p.loss, class_weight, lse)
