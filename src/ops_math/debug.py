@@ -178,7 +178,7 @@ class Debugger:
     def __init__(self, tolerance: float, every: int, on_error: str, skip: tuple[str, ...]) -> None:
         self.tolerance, self.every, self.on_error, self.skip = tolerance, every, on_error, skip
         self._before = settings.STATE.debug
-        self._busy = False
+        self.busy = False
         self._counts: dict[Site, int] = {}
         self._rows: dict[tuple[Site, str], Row] = {}
         self._skipped: dict[str, str] = {}
@@ -202,7 +202,7 @@ class Debugger:
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a public operator, observed where its turn has come."""
         name = function.__name__
-        if self._busy or name in self.skip or not settings.active() or torch.compiler.is_compiling():
+        if self.busy or name in self.skip or not settings.active() or torch.compiler.is_compiling():
             return function(*args, **kwargs)
         site = site_of(name)
         if not self._due(site):
@@ -224,7 +224,7 @@ class Debugger:
 
     def block(self, name: str, module: Any, ways: Callable[[], tuple[Any, Any, Any, Tensors, Tensors] | None]) -> Any:
         """Run a block, observed where its turn has come and it has `ways`, the fields of a `Comparable`; else None."""
-        if self._busy or name in self.skip or not settings.active() or torch.compiler.is_compiling():
+        if self.busy or name in self.skip or not settings.active() or torch.compiler.is_compiling():
             return None
         site = site_of(name, module)
         found = ways() if self._due(site) else None
@@ -236,7 +236,7 @@ class Debugger:
 
     def run(self, call: Comparable) -> Any:
         """Run a call three ways; what comes back is ours."""
-        before, self._busy = self._busy, True
+        before, self.busy = self.busy, True
         try:
             tensors = (*call.inputs.values(), *call.held.values())
             if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -250,7 +250,7 @@ class Debugger:
                 self.compare(call, _output_names(ours), ours, *(run.results for run in others))
             return results
         finally:
-            self._busy = before
+            self.busy = before
 
     def replay(self, call: Comparable) -> tuple[_Run, _Run, _Run] | None:
         """The plain run, the float64 run and one on nudged inputs; None, and noted, where PyTorch refuses or memory does not suffice."""

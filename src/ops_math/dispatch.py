@@ -38,8 +38,8 @@ class _Phase:
         self.overload: Any = None
 
     def __call__(self, *args: Any) -> Any:
-        if torch.is_grad_enabled():  # the raw operator called outside an autograd.Function must not record through a launcher
-            with torch.no_grad():
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args[: self.num_tensors]):
+            with torch.no_grad():  # the raw operator called outside an autograd.Function must not record through a launcher
                 return self(*args)
         problem = self.problem_of(*args)
         device = args[0].device
@@ -50,7 +50,7 @@ class _Phase:
         launcher, config, counter, num_bytes = found
         counter.calls += 1
         counter.bytes += num_bytes
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
+        if device.type == "cuda" and device.index != features.current_device():
             with torch.cuda.device(device):
                 return launcher(problem, config, *args[: self.num_tensors])
         return launcher(problem, config, *args[: self.num_tensors])

@@ -87,10 +87,16 @@ def fast_bf16_products() -> bool:
     return any(bool(ask()) for ask in answers if ask is not None)
 
 
-def raw_stream(device_index: int) -> int:
-    """The handle of the current CUDA stream: by PyTorch's own short cut (0.3 us), or the public way (5 us) where that is gone."""
-    short = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return int(short(device_index) if short is not None else torch.cuda.current_stream(device_index).cuda_stream)
+def _stream_handle(device_index: int) -> int:
+    return int(torch.cuda.current_stream(device_index).cuda_stream)
+
+
+# The handle of a device's current CUDA stream: by PyTorch's own short cut (0.3 us), or the public way (5 us) where that is gone.
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_handle)
+
+
+# The index of the current CUDA device: PyTorch's own short cut (0.1 us), or the public function (0.7 us), which checks that CUDA is up.
+current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def differentiating_transform() -> bool:

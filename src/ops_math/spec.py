@@ -132,6 +132,16 @@ class Implementation:
         return f"{self.operator}.{self.name}"
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up. (Triton's own is a function of its language, and costs a launcher 2 us.)"""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least `n`, 1 for 0."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def product(numbers: Any) -> int:
     """The product of integers, 1 for none (symbolic sizes stay symbolic)."""
     total = 1

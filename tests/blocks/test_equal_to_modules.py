@@ -132,29 +132,31 @@ def test_the_modules_of_transformers_were_among_those_tested():
     assert any("Hugging Face" in name for name in ATTENTIONS)
 
 
-def test_a_bias_left_to_the_norm_gives_the_same_outputs_and_gradients(monkeypatch):
-    from ops_math.blocks import norms, recognise
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_bias_left_to_the_norm_gives_the_same_outputs_and_gradients(monkeypatch, recorded):
+    from ops_math.blocks import norms
 
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, activation="gelu", batch_first=True, dtype=torch.float64)
     x = torch.randn(2, 6, 32, dtype=torch.float64, requires_grad=True)
 
     def both():
-        h = om.residual_attention(x, layer.norm1, layer, norm_first=False)
-        y = om.residual_mlp(h, layer.norm2, layer, norm_first=False)
-        return [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+        with torch.set_grad_enabled(recorded):
+            h = om.residual_attention(x, layer.norm1, layer, norm_first=False)
+            y = om.residual_mlp(h, layer.norm2, layer, norm_first=False)
+            return [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])] if recorded else [y]
 
     usual = both()
     asked = []
 
-    def on_a_gpu(module, h):
-        asked.append(module)
-        return recognise.kind_of(module).kind == "layer_norm"
+    def on_a_gpu(kind, h):
+        asked.append(kind)
+        return kind == "layer_norm"
 
-    monkeypatch.setattr(norms, "takes_bias", on_a_gpu)
+    monkeypatch.setattr(norms, "adds_bias", on_a_gpu)
     for a, b in zip(usual, both(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-    assert asked == [layer.norm1, layer.norm2]
+    assert asked == ["layer_norm"] * 2
 
 
 def test_a_post_norm_stream_keeps_its_dtype_under_autocast_and_its_gradients_are_as_right_as_plain_ones():

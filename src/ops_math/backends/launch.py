@@ -16,8 +16,11 @@ from ops_math import features
 _COMPILED: dict[tuple[Any, ...], tuple[Any, Any, Any, tuple[Any, ...]]] = {}
 STARTED: set[Any] = set()  # every kernel that went Triton's own way; `null` makes them forget what they compiled
 _LIMIT = 8192  # kept kernels by key; a run with ever new shapes starts over instead of growing
-_PLAIN = (int, float, bool)
-ALIGNMENT = 16  # bytes; Triton reads wider where a pointer is a multiple of it
+_PLAIN = (int, float, bool, type(None))
+ALIGNMENT = 16  # bytes, a power of two; Triton reads wider where a pointer is a multiple of it
+_LOW = ALIGNMENT - 1
+_Tensor = torch.Tensor
+_HIP = torch.version.hip is not None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
@@ -27,21 +30,23 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, n
     """
     if 0 in grid:
         return
-    first = next(a for a in args if isinstance(a, torch.Tensor))
-    if not first.is_cuda or torch.version.hip is not None:  # meta tensors, the interpreter; AMD specialises on more
-        _start(kernel, grid, args, num_warps, num_stages, constants)
-        return
-    key: list[Any] = [id(kernel), num_warps, num_stages, first.device.index]
+    device = None
+    key: list[Any] = [id(kernel), num_warps, num_stages, *constants.values()]
     for a in args:
-        if isinstance(a, torch.Tensor):
-            key.append(a.dtype)
-            key.append(a.data_ptr() % ALIGNMENT)
-        elif a is None or isinstance(a, _PLAIN):
+        if isinstance(a, _Tensor):
+            if device is None:
+                device = a.device
+            key += (a.dtype, a.data_ptr() & _LOW)
+        elif isinstance(a, _PLAIN):
             key.append(a)
         else:  # a tensor descriptor is encoded anew for each call, and is no key
             _start(kernel, grid, args, num_warps, num_stages, constants)
             return
-    key.extend(constants.values())
+    if device is None or device.type != "cuda" or _HIP:  # meta tensors, the interpreter; AMD specialises on more
+        _start(kernel, grid, args, num_warps, num_stages, constants)
+        return
+    index = device.index
+    key.append(index)
     kept = tuple(key)
     found = _COMPILED.get(kept)
     if found is None:
@@ -49,8 +54,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, n
         _keep(kept, kernel, compiled, len(args), constants)
         return
     run, function, metadata, tail = found
-    x, y, z = (*grid, 1, 1)[:3]
-    run(x, y, z, features.raw_stream(first.device.index), function, metadata, None, None, None, *args, *tail)
+    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+    run(x, y, z, features.raw_stream(index), function, metadata, None, None, None, *args, *tail)
 
 
 def _start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], num_warps: int, num_stages: int, constants: dict[str, Any]) -> Any:

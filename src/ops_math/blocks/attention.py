@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from ops_math import settings
+from ops_math.blocks.closing import Ending, close_product
 from ops_math.blocks.parts import Part
-from ops_math.blocks.products import Affine, packed_product, packs, products
+from ops_math.blocks.products import Affine, packed_heads, packed_product, packs, product_dtype, products
+from ops_math.ops.attention import op_drawn
 from ops_math.ops.attention.op import attention, attention_qkv
 from ops_math.ops.rope.op import rope
 from ops_math.rng import Rng
@@ -264,22 +266,54 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The branch of normalised input `h`, [B, S, C] (or [S, B, C], or packed [T, C] or [1, T, C]), shaped as `h`; with `split` the bias
     of its last product is not added but returned, for what follows to add on its way."""
-    whole, packed = h, options.cu_seqlens is not None
+    swapped = not heads.batch_first and options.cu_seqlens is None
+    out = _attend_inside(heads, options, h, rng)
+    weight, bias = heads.output
+    (branch,) = _products(out.flatten(-2), ((weight, None if split else bias),))
+    return branch.transpose(0, 1) if swapped else branch.view(*h.shape[:-1], branch.shape[-1]), bias if split else None
+
+
+def _attend_inside(heads: Heads, options: Options, h: torch.Tensor, rng: Rng | None) -> torch.Tensor:
+    """All but the last product: [B, S, H, D], or [T, H, D] for packed documents."""
+    packed = options.cu_seqlens is not None
     if packed and h.dim() == 3:
         h = h.flatten(0, 1)
     projected = _products(h, heads.projections)
-    swapped = not heads.batch_first and not packed
-    if swapped:
+    if not heads.batch_first and not packed:
         projected = tuple(t.transpose(0, 1) for t in projected)
     arguments = _arguments(heads, options, rng)
     if len(projected) == 1:
         count = projected[0].shape[-1] // (3 * heads.head_dim)
-        out = attention_qkv(projected[0], num_heads=count, **arguments)
-    else:
-        q, k, v = (t.view(*t.shape[:-1], t.shape[-1] // heads.head_dim, heads.head_dim) for t in projected)
-        if options.tables is not None:
-            q, k = rope(q, k, *options.tables, position_ids=options.position_ids)
-        out = attention(q, k, v, **arguments)
-    weight, bias = heads.output
-    (branch,) = _products(out.flatten(-2), ((weight, None if split else bias),))
-    return branch.transpose(0, 1) if swapped else branch.view(*whole.shape[:-1], branch.shape[-1]), bias if split else None
+        return attention_qkv(projected[0], num_heads=count, **arguments)
+    q, k, v = (t.view(*t.shape[:-1], t.shape[-1] // heads.head_dim, heads.head_dim) for t in projected)
+    if options.tables is not None:
+        q, k = rope(q, k, *options.tables, position_ids=options.position_ids)
+    return attention(q, k, v, **arguments)
+
+
+def can_close(heads: Heads, options: Options) -> bool:
+    """Whether `close` takes this attention."""
+    return heads.batch_first or options.cu_seqlens is not None
+
+
+def close(heads: Heads, options: Options, h: torch.Tensor, rng: Rng | None, ending: Ending) -> tuple[torch.Tensor, torch.Tensor]:
+    """(s, norm(s)) with s = residual + dropout(branch) of normalised input `h`, in as few autograd nodes as can be."""
+    if _draws(heads, options, h, rng):
+        q, k, v = packed_heads(h, heads.projections, heads.head_dim)
+        out = op_drawn.attend_heads(q, k, v, bool(heads.causal), op_drawn.default_scale(heads.head_dim, heads.scale), heads.dropout_p)
+        return close_product(out, heads.output, ending, heads_first=True)
+    return close_product(_attend_inside(heads, options, h, rng).flatten(-2), heads.output, ending)
+
+
+def _draws(heads: Heads, options: Options, h: torch.Tensor, rng: Rng | None) -> bool:
+    """Whether PyTorch draws this call's dropout mask (no rng, nothing hidden but the future) and its projections are one product."""
+    if not heads.dropout_p or rng is not None or len(heads.projections) != 3 or h.dim() != 3:
+        return False
+    if any(value is not None for value in options):
+        return False
+    if heads.window is not None or heads.softcap or heads.causal == "top_left" or not packs(h, heads.projections):
+        return False
+    batch, length, width = *h.shape[:2], heads.head_dim
+    counts = [w.shape[0] // width for w, _ in heads.projections]
+    form = op_drawn.Form(batch, length, counts[0], counts[1], width, product_dtype(h) or h.dtype)
+    return op_drawn.can_draw_form(form, h.device, bool(heads.causal), op_drawn.default_scale(width, heads.scale), heads.dropout_p)

@@ -55,11 +55,16 @@ def normalise(norm: Norm, x: torch.Tensor) -> torch.Tensor:
     return _observed(layer_norm, x, norm.weight, norm.bias, eps=norm.eps)
 
 
-def takes_bias(module: Any, x: torch.Tensor) -> bool:
-    """Whether the norm's kernel adds the bias of the product before it, and sums that bias's gradient: one pass less each way. On a CPU
+def adds_bias(kind: str, x: torch.Tensor) -> bool:
+    """Whether a norm's kernel adds the bias of the product before it, and sums that bias's gradient: one pass less each way. On a CPU
     the product adds its bias for nothing."""
+    return kind == "layer_norm" and x.is_cuda
+
+
+def takes_bias(module: Any, x: torch.Tensor) -> bool:
+    """`adds_bias` of a norm module."""
     part = recognise.kind_of(module)
-    return part is not None and part.kind == "layer_norm" and x.is_cuda
+    return part is not None and adds_bias(part.kind, x)
 
 
 def add_and_normalise(

@@ -6,7 +6,7 @@ The activation of an MLP is not saved: the backward computes it again together w
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,9 @@ def product_dtype(x: torch.Tensor) -> torch.dtype | None:
     return dtype if torch.is_autocast_enabled(x.device.type) else None
 
 
-def _as(t: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return t if dtype is None or t.dtype == dtype else t.to(dtype)
+def as_dtype(t: Any, dtype: torch.dtype | None) -> Any:
+    """The tensor in a dtype: itself where there is none, or nothing to do."""
+    return t if t is None or dtype is None or t.dtype == dtype else t.to(dtype)
 
 
 def _cast_together(tensors: list[Any], dtype: Any) -> list[torch.Tensor]:
@@ -45,7 +46,7 @@ def _cast(affines: tuple[torch.Tensor | None, ...], dtype: torch.dtype | None) -
     """Weights and biases in the products' dtype: under autocast one buffer and one launch for all of them, kept for the backward."""
     narrow = [t for t in affines if t is not None and dtype is not None and t.dtype != dtype]
     if len(narrow) < FEW or not features.copies_together(narrow[0].device):
-        return tuple(None if t is None else _as(t, dtype) for t in affines)
+        return tuple(as_dtype(t, dtype) for t in affines)
     fresh = iter(_cast_together(narrow, dtype))
     return tuple(next(fresh) if t is not None and t.dtype != dtype else t for t in affines)
 
@@ -54,14 +55,15 @@ def _rows(t: torch.Tensor) -> torch.Tensor:
     return t.reshape(-1, t.shape[-1])
 
 
-def _weight_grad(dy_MN: torch.Tensor, x_MK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def weight_grad(dy_MN: torch.Tensor, x_MK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """dy^T x; an fp32 weight's gradient comes out of the product in fp32, unrounded, where the device can."""
     if dtype == torch.float32 != dy_MN.dtype and not torch.compiler.is_compiling() and features.widens("mm", dy_MN.device):
         return features.aten("mm", "dtype")(dy_MN.t(), x_MK, dtype)
-    return (dy_MN.t() @ x_MK).to(dtype)
+    return as_dtype(dy_MN.t() @ x_MK, dtype)
 
 
-def _bias_grad(dy_MN: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def bias_grad(dy_MN: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum over rows, in at least fp32."""
     return dy_MN.sum(0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
 
 
@@ -74,7 +76,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype | None, *affines: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        wide, cast = _as(x, dtype), _cast(affines, dtype)
+        wide, cast = as_dtype(x, dtype), _cast(affines, dtype)
         ctx.save_for_backward(wide, *cast[::2])
         ctx.dtypes, ctx.x_dtype = _dtypes(affines), x.dtype
         return tuple(F.linear(wide, w, b) for w, b in zip(cast[::2], cast[1::2], strict=True))
@@ -88,8 +90,8 @@ class _Products(torch.autograd.Function):
         grads: list[torch.Tensor | None] = []
         for i, (dy, weight) in enumerate(zip(dys, weights, strict=True)):
             dy_MN = _rows(dy)
-            grads.append(_weight_grad(dy_MN, x_MK, ctx.dtypes[2 * i]) if ctx.needs_input_grad[2 + 2 * i] else None)
-            grads.append(_bias_grad(dy_MN, ctx.dtypes[2 * i + 1]) if ctx.needs_input_grad[3 + 2 * i] else None)
+            grads.append(weight_grad(dy_MN, x_MK, ctx.dtypes[2 * i]) if ctx.needs_input_grad[2 + 2 * i] else None)
+            grads.append(bias_grad(dy_MN, ctx.dtypes[2 * i + 1]) if ctx.needs_input_grad[3 + 2 * i] else None)
             if ctx.needs_input_grad[0]:
                 dx_MK = dy_MN @ weight if dx_MK is None else dx_MK.addmm_(dy_MN, weight)
         dx = None if dx_MK is None else dx_MK.view(x.shape).to(ctx.x_dtype)
@@ -104,31 +106,76 @@ def products(x: torch.Tensor, affines: tuple[Affine, ...]) -> tuple[torch.Tensor
     return tuple(F.linear(x, w, b) for w, b in affines)
 
 
+class _Packed(NamedTuple):
+    """What the backward of a packed product needs besides tensors."""
+
+    dtypes: tuple[Any, ...]
+    x_dtype: torch.dtype
+    rows: list[int]
+
+
+def _packed_forward(
+    x: torch.Tensor, dtype: torch.dtype, affines: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, _Packed]:
+    """y, x as multiplied, the packed weight, and the rest."""
+    wide, weights, biases = as_dtype(x, dtype), affines[::2], [b for b in affines[1::2] if b is not None]
+    cast = _cast_together([*weights, *biases], dtype)
+    rows = [w.shape[0] for w in cast[: len(weights)]]
+    packed = cast[0].as_strided((sum(rows), x.shape[-1]), (x.shape[-1], 1))
+    bias = cast[len(weights)].as_strided((sum(rows),), (1,)) if biases else None
+    return F.linear(wide, packed, bias), wide, packed, _Packed(_dtypes(affines), x.dtype, rows)
+
+
+def _packed_backward(options: _Packed, x: torch.Tensor, packed: torch.Tensor, dy_MN: torch.Tensor, needs: tuple[bool, ...]) -> list[Any]:
+    """Gradients of x and of each weight and bias."""
+    need_x, *needed = needs
+    dx = as_dtype((dy_MN @ packed).view(x.shape), options.x_dtype) if need_x else None
+    dws = weight_grad(dy_MN, _rows(x), options.dtypes[0]).split(options.rows) if any(needed[::2]) else ()
+    dbs = bias_grad(dy_MN, options.dtypes[1]).split(options.rows) if any(needed[1::2]) else ()
+    return [dx, *((dws, dbs)[i % 2][i // 2] if need else None for i, need in enumerate(needed))]
+
+
 class _PackedProduct(torch.autograd.Function):
     """y = x [w_1; w_2; ...]^T + [b_1; b_2; ...] where the weights are cast anyway, into one packed buffer; saves x and that buffer."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype, *affines: torch.Tensor | None) -> torch.Tensor:
-        wide, weights, biases = _as(x, dtype), affines[::2], [b for b in affines[1::2] if b is not None]
-        cast = _cast_together([*weights, *biases], dtype)
-        rows = [w.shape[0] for w in cast[: len(weights)]]
-        packed = cast[0].as_strided((sum(rows), x.shape[-1]), (x.shape[-1], 1))
-        bias = cast[len(weights)].as_strided((sum(rows),), (1,)) if biases else None
+        y, wide, packed, ctx.options = _packed_forward(x, dtype, affines)
         ctx.save_for_backward(wide, packed)
-        ctx.dtypes, ctx.x_dtype, ctx.rows = _dtypes(affines), x.dtype, rows
-        return F.linear(wide, packed, bias)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, packed = ctx.saved_tensors
         need_x, _, *needed = ctx.needs_input_grad
-        dy_MN = _rows(dy)
-        dx = (dy_MN @ packed).view(x.shape).to(ctx.x_dtype) if need_x else None
-        dws = _weight_grad(dy_MN, _rows(x), ctx.dtypes[0]).split(ctx.rows) if any(needed[::2]) else ()
-        dbs = _bias_grad(dy_MN, ctx.dtypes[1]).split(ctx.rows) if any(needed[1::2]) else ()
-        grads = [(dws, dbs)[i % 2][i // 2] if need else None for i, need in enumerate(needed)]
+        dx, *grads = _packed_backward(ctx.options, x, packed, _rows(dy), (need_x, *needed))
         return dx, None, *grads
+
+
+class _PackedHeads(torch.autograd.Function):
+    """As `_PackedProduct`, with the result as heads [B, H, S, D] of each product: views of one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype, width: int, *affines: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        y, wide, packed, ctx.options = _packed_forward(x, dtype, affines)
+        ctx.save_for_backward(wide, packed)
+        heads = y.view(*x.shape[:-1], -1, width).transpose(1, 2)
+        return heads.split([rows // width for rows in ctx.options.rows], 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
+        x, packed = ctx.saved_tensors
+        need_x, _, _, *needed = ctx.needs_input_grad
+        dy_MN = torch.cat([dy.transpose(1, 2) for dy in dys], 2).view(-1, packed.shape[0])
+        dx, *grads = _packed_backward(ctx.options, x, packed, dy_MN, (need_x, *needed))
+        return dx, None, None, *grads
+
+
+def packed_heads(x: torch.Tensor, affines: tuple[Affine, ...], width: int) -> tuple[torch.Tensor, ...]:
+    """The products of `x` [B, S, K] as heads [B, H_i, S, width], computed as one. Ask `packs` first; autograd must be recording."""
+    return apply(_PackedHeads, x, product_dtype(x), width, *(t for pair in affines for t in pair))
 
 
 def packs(x: torch.Tensor, affines: tuple[Affine, ...]) -> bool:
@@ -156,7 +203,7 @@ class _GatedMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype | None, activation: str, *affines: torch.Tensor | None) -> torch.Tensor:
-        wide = _as(x, dtype)
+        wide = as_dtype(x, dtype)
         wg, bg, wu, bu, wd, bd = _cast(affines, dtype)
         gate, up = F.linear(wide, wg, bg), F.linear(wide, wu, bu)
         keep = x.device.type == "cpu"
@@ -176,13 +223,13 @@ class _GatedMlp(torch.autograd.Function):
         dgate, dup, act = GLU.bwd(dact, gate, up, kept, ctx.activation, "", True, True, need_wd)
         del dact
         dgate, dup = _rows(dgate), _rows(dup)
-        dwd = _weight_grad(dy_MN, _rows(act), dtypes[4]) if need_wd else None
+        dwd = weight_grad(dy_MN, _rows(act), dtypes[4]) if need_wd else None
         dx = (dgate @ wg).addmm_(dup, wu).view(x.shape).to(ctx.x_dtype) if need_x else None
-        dwg = _weight_grad(dgate, x_MK, dtypes[0]) if need_wg else None
-        dwu = _weight_grad(dup, x_MK, dtypes[2]) if need_wu else None
-        dbg = _bias_grad(dgate, dtypes[1]) if need_bg else None
-        dbu = _bias_grad(dup, dtypes[3]) if need_bu else None
-        return dx, None, None, dwg, dbg, dwu, dbu, dwd, _bias_grad(dy_MN, dtypes[5]) if need_bd else None
+        dwg = weight_grad(dgate, x_MK, dtypes[0]) if need_wg else None
+        dwu = weight_grad(dup, x_MK, dtypes[2]) if need_wu else None
+        dbg = bias_grad(dgate, dtypes[1]) if need_bg else None
+        dbu = bias_grad(dup, dtypes[3]) if need_bu else None
+        return dx, None, None, dwg, dbg, dwu, dbu, dwd, bias_grad(dy_MN, dtypes[5]) if need_bd else None
 
 
 def gated_mlp(x: torch.Tensor, gate: Affine, up: Affine, down: Affine, activation: str) -> torch.Tensor:
@@ -198,6 +245,47 @@ def _dropped(act: torch.Tensor, state: torch.Tensor | None, p: float) -> torch.T
     return act if state is None else DROPOUT.fwd(act, state, p)
 
 
+class GeluMlp(NamedTuple):
+    """What the backward of `gelu_mlp` needs besides tensors: dtypes of x, of the weights and of the last bias, and the call's options."""
+
+    x_dtype: torch.dtype
+    w1_dtype: torch.dtype
+    w2_dtype: torch.dtype
+    b2_dtype: torch.dtype | None
+    approximate: str
+    p: float
+
+
+def gelu_mlp_forward(
+    x: torch.Tensor, dtype: torch.dtype | None, approximate: str, state: torch.Tensor | None, p: float, first: Affine, last: Affine
+) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+    """The branch, and what its backward needs: x, the first product without its bias, the mask's state, w1, b1, w2."""
+    wide, b1 = as_dtype(x, dtype), first[1]  # gelu adds its bias in fp32, so that one stays as it is
+    w1, w2, b2 = _cast((first[0], *last), dtype)
+    h = F.linear(wide, w1)
+    act = _dropped(GELU.fwd(h, b1, approximate, h.dtype), state, p)
+    return F.linear(act, w2, b2), (wide, h, state, w1, b1, w2)
+
+
+def gelu_mlp_backward(
+    options: GeluMlp, saved: tuple[Any, ...], dy: torch.Tensor, needed: tuple[bool, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of x, w1, b1, w2 and b2."""
+    x, h, state, w1, b1, w2 = saved
+    need_x, need_w1, need_b1, need_w2, need_b2 = needed
+    x_MK, dy_MN = _rows(x), _rows(dy)
+    dact = (dy_MN @ w2).view(h.shape)
+    dact = dact if state is None else DROPOUT.bwd(dact, state, options.p)
+    dh, db1, act = GELU.bwd(dact, h, b1, options.approximate, True, need_b1, need_w2)
+    del dact
+    dh = _rows(dh)
+    dw2 = weight_grad(dy_MN, _rows(_dropped(act, state, options.p)), options.w2_dtype) if need_w2 else None
+    dx = as_dtype((dh @ w1).view(x.shape), options.x_dtype) if need_x else None
+    dw1 = weight_grad(dh, x_MK, options.w1_dtype) if need_w1 else None
+    db2 = bias_grad(dy_MN, options.b2_dtype) if need_b2 and options.b2_dtype is not None else None
+    return dx, dw1, db1 if need_b1 else None, dw2, db2
+
+
 class _GeluMlp(torch.autograd.Function):
     """out = dropout(gelu(x w1^T + b1)) w2^T + b2; saves x and the first product, without its bias."""
 
@@ -209,31 +297,22 @@ class _GeluMlp(torch.autograd.Function):
         approximate: str,
         state: torch.Tensor | None,
         p: float,
-        *affines: torch.Tensor | None,
+        w1: torch.Tensor,
+        b1: torch.Tensor | None,
+        w2: torch.Tensor,
+        b2: torch.Tensor | None,
     ) -> torch.Tensor:
-        wide, b1 = _as(x, dtype), affines[1]  # gelu adds its bias in fp32, so that one stays as it is
-        w1, w2, b2 = _cast((affines[0], *affines[2:]), dtype)
-        h = F.linear(wide, w1)
-        ctx.save_for_backward(wide, h, state, w1, b1, w2)
-        ctx.dtypes, ctx.x_dtype, ctx.approximate, ctx.p = _dtypes(affines), x.dtype, approximate, p
-        act = _dropped(GELU.fwd(h, b1, approximate, h.dtype), state, p)
-        return F.linear(act, w2, b2)
+        out, saved = gelu_mlp_forward(x, dtype, approximate, state, p, (w1, b1), (w2, b2))
+        ctx.save_for_backward(*saved)
+        ctx.options = GeluMlp(x.dtype, w1.dtype, w2.dtype, None if b2 is None else b2.dtype, approximate, p)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, h, state, w1, b1, w2 = ctx.saved_tensors
-        need_x, _, _, _, _, need_w1, need_b1, need_w2, need_b2 = ctx.needs_input_grad
-        x_MK, dy_MN = _rows(x), _rows(dy)
-        dact = (dy_MN @ w2).view(h.shape)
-        dact = dact if state is None else DROPOUT.bwd(dact, state, ctx.p)
-        dh, db1, act = GELU.bwd(dact, h, b1, ctx.approximate, True, need_b1, need_w2)
-        del dact
-        dh = _rows(dh)
-        dw2 = _weight_grad(dy_MN, _rows(_dropped(act, state, ctx.p)), ctx.dtypes[2]) if need_w2 else None
-        dx = (dh @ w1).view(x.shape).to(ctx.x_dtype) if need_x else None
-        dw1 = _weight_grad(dh, x_MK, ctx.dtypes[0]) if need_w1 else None
-        return dx, None, None, None, None, dw1, db1 if need_b1 else None, dw2, _bias_grad(dy_MN, ctx.dtypes[3]) if need_b2 else None
+        need_x, _, _, _, _, *affines = ctx.needs_input_grad
+        dx, *grads = gelu_mlp_backward(ctx.options, ctx.saved_tensors, dy, (need_x, *affines))
+        return dx, None, None, None, None, *grads
 
 
 def gelu_mlp(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ops_math import checks, settings
-from ops_math.blocks import attention, mlp, norms, recognise, replay
+from ops_math.blocks import as_it_is, attention, mlp, norms, recognise, replay
+from ops_math.blocks.closing import Ending, can_close, records
 from ops_math.blocks.parts import BLOCK_KEYWORDS
+from ops_math.blocks.products import Affine
 from ops_math.ops.dropout.op import dropout
 from ops_math.rng import Rng
 from ops_math.stats import note as note_module
@@ -24,9 +25,12 @@ class Unsummed(NamedTuple):
 
 
 class _Branch(NamedTuple):
-    """The fused branch of a call: how to compute it, the dropout after it, and the module's own norm if it holds one."""
+    """The fused branch of a call: how to compute it, or (`close`) it with the sum and norm after it in one go where that can be; its last
+    product; the dropout after it, and the module's own norm if it holds one."""
 
     run: Any
+    close: Any
+    last: Affine
     dropout_p: float
     norm: Any
 
@@ -133,13 +137,6 @@ def _streams(rng: Rng | None, count: int) -> tuple[Rng | None, ...]:
     return (None,) * count if rng is None else tuple(rng.child(i) for i in range(count))
 
 
-def _own_residual(module: Any) -> Any:
-    """The norm of a module that holds its residual and norm itself, as BERT's attention and layer do; else None."""
-    output = module._modules.get("output") if isinstance(module, nn.Module) else None
-    inner = module._modules if output is not None else {}
-    return getattr(output, "LayerNorm", None) if "self" in inner or "intermediate" in inner else None
-
-
 def _check_own(site: str, norm: Any, own: Any, norm_first: bool) -> None:
     if norm_first or (norm is not None and norm is not own):
         got = "norm_first=True" if norm_first else "another norm"
@@ -150,50 +147,6 @@ def _check_own(site: str, norm: Any, own: Any, norm_first: bool) -> None:
             got,
             "Pass norm=None, norm_first=False.",
         )
-
-
-def _first(result: Any) -> torch.Tensor:
-    return result[0] if isinstance(result, tuple) else result
-
-
-def _run_attention(module: Any, h: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-    """The module as it is."""
-    if isinstance(module, nn.TransformerEncoderLayer):
-        return module.dropout1(_first(module.self_attn(h, h, h, **{"need_weights": False, **kwargs})))
-    if isinstance(module, nn.MultiheadAttention):
-        return _first(module(h, h, h, **{"need_weights": False, **kwargs}))
-    _check_keywords(module, kwargs)
-    return _first(module(h, **kwargs))
-
-
-def _check_keywords(module: Any, kwargs: dict[str, Any]) -> None:
-    """A keyword that only the fused path reads, on a module that runs as it is: said in words, with the reason why it is not fused."""
-    foreign = [name for name in kwargs if name in BLOCK_KEYWORDS]
-    if not foreign or not isinstance(module, nn.Module):
-        return
-    takes = inspect.signature(module.forward).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values()):
-        return
-    for name in foreign:
-        if name not in takes:
-            why = recognise.why_not(module, attention.KINDS) or "the library is switched off"
-            do = "Pass what its forward takes, or make it a module that is read (docs/two-lines.md)."
-            checks.fail(
-                "residual_attention",
-                name,
-                "taken by the module's own forward, since the module runs as it is",
-                f"{name}= for a module that is not read: {why}",
-                do,
-            )
-
-
-def _run_mlp(module: Any, h: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-    """The module as it is."""
-    if isinstance(module, nn.TransformerEncoderLayer):
-        return module.dropout2(module.linear2(module.dropout(module.activation(module.linear1(h)))))
-    if _own_residual(module) is not None:
-        return module.output(module.intermediate(h), h)
-    return _first(module(h, **kwargs))
 
 
 def _read_attention(site: str, attn: Any, kwargs: dict[str, Any], h: torch.Tensor) -> attention.Reading | str:
@@ -223,7 +176,8 @@ def _attention_branch(site: str, attn: Any, kwargs: dict[str, Any], h: torch.Ten
             _note(site, type(attn).__name__, found)
         return None
     heads, options = found
-    return _Branch(lambda split: attention.attend(heads, options, h, rng, split), heads.branch_dropout_p, heads.norm)
+    close = (lambda ending: attention.close(heads, options, h, rng, ending)) if attention.can_close(heads, options) else None
+    return _Branch(lambda split: attention.attend(heads, options, h, rng, split), close, heads.output, heads.branch_dropout_p, heads.norm)
 
 
 def _mlp_branch(site: str, module: Any, kwargs: dict[str, Any], h: torch.Tensor, rng: Rng | None, compose: bool) -> _Branch | None:
@@ -234,7 +188,8 @@ def _mlp_branch(site: str, module: Any, kwargs: dict[str, Any], h: torch.Tensor,
     if isinstance(found, str):
         _note(site, type(module).__name__, found)
         return None
-    return _Branch(lambda split: mlp.transform(found, h, rng, split), found.branch_dropout_p, found.norm)
+    close = (lambda ending: mlp.close(found, h, rng, ending)) if mlp.can_close(found) else None
+    return _Branch(lambda split: mlp.transform(found, h, rng, split), close, found.down, found.branch_dropout_p, found.norm)
 
 
 class _Kind(NamedTuple):
@@ -246,8 +201,8 @@ class _Kind(NamedTuple):
     run: Any
 
 
-_ATTENTION = _Kind("residual_attention", _read_attention, _attention_branch, _run_attention)
-_MLP = _Kind("residual_mlp", _read_mlp, _mlp_branch, _run_mlp)
+_ATTENTION = _Kind("residual_attention", _read_attention, _attention_branch, as_it_is.run_attention)
+_MLP = _Kind("residual_mlp", _read_mlp, _mlp_branch, as_it_is.run_mlp)
 
 
 class _Options(NamedTuple):
@@ -263,7 +218,7 @@ class _Options(NamedTuple):
 def _block(kind: _Kind, x: Input, norm: Any, module: Any, options: _Options, kwargs: dict[str, Any]) -> Any:
     """Check, and run; under a debugger, run both ways."""
     _check_options(kind.site, options.dropout_p, options.next_norm, options.defer, options.norm_first)
-    own = _own_residual(module)
+    own = as_it_is.own_residual(module)
     if own is not None:
         _check_own(kind.site, norm, own, options.norm_first)
     if isinstance(module, nn.TransformerEncoderLayer) and module.norm_first != options.norm_first:
@@ -290,6 +245,23 @@ def _block(kind: _Kind, x: Input, norm: Any, module: Any, options: _Options, kwa
     return _run(kind, x, norm, module, options, kwargs, own, on, on)
 
 
+def _close(
+    around: _Norms, branch: _Branch, following: Any, stream: torch.Tensor, h: torch.Tensor, p: float, rng: Rng | None, norm_first: bool
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(s, norm(s)) of a branch that ends with a known norm, in one go; None where it must be done step by step, as it is where nothing
+    is recorded or a debugger looks at the operators one by one."""
+    if following is None or not settings.active() or (settings.STATE.debug is not None and not settings.STATE.debug.busy):
+        return None
+    found = around.values(following, stream)
+    if found is None:
+        return None
+    ending = Ending(found, stream, p, rng, not norm_first)
+    weight, bias = branch.last
+    if not can_close(ending, weight.shape[0]) or not records(ending, h, weight, bias):
+        return None
+    return branch.close(ending)
+
+
 def _run(
     kind: _Kind, x: Input, norm: Any, module: Any, options: _Options, kwargs: dict[str, Any], own: Any, compose: bool, values: bool
 ) -> Any:
@@ -301,6 +273,11 @@ def _run(
     next_norm, dropout_p = options.next_norm, options.dropout_p
     following = next_norm if options.norm_first else (norm if own is None else own)
     own_p = 0.0 if branch is None else branch.dropout_p
+    if branch is not None and branch.close is not None and not options.defer and not (own_p and dropout_p):
+        closed = _close(around, branch, following, stream, h, own_p or dropout_p, after if own_p else last, options.norm_first)
+        if closed is not None:
+            _, y = closed
+            return closed if options.norm_first else (y if next_norm is None else (y, around.apply(next_norm, y)))
     split = compose and not options.defer and not (own_p and dropout_p) and norms.takes_bias(following, h)
     value, bias = (kind.run(module, h, kwargs), None) if branch is None else branch.run(split)
     if branch is None and own is not None:

@@ -7,7 +7,9 @@ key (H200, BERT-large, forward and backward, 2026-11-29), and keeps seed and off
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +24,26 @@ from ops_math.stats import counter as counter_for
 REASON = "PyTorch draws the mask: no rng was given"
 
 
-def _problem(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, dropout_p: float) -> AttentionProblem:
-    batch, q_len, heads, width = q.shape
-    k_len, kv_heads = k.shape[1:3]
+class Form(NamedTuple):
+    """Shape and dtype of a self-attention: q [batch, length, heads, width], k and v with `kv_heads`."""
+
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    width: int
+    dtype: torch.dtype
+
+
+def default_scale(width: int, scale: float | None) -> float:
+    """The scale of q k^T: as given, or 1 / sqrt(width)."""
+    return 1.0 / math.sqrt(max(width, 1)) if scale is None else float(scale)
+
+
+@lru_cache(maxsize=256)
+def _problem(form: Form, k_length: int, causal: bool, scale: float, dropout_p: float) -> AttentionProblem:
     rule = (scale, False, -1, 0 if causal else -1, 0.0, "", False, -1, 0, 0, dropout_p)
-    return AttentionProblem(batch, q_len, k_len, heads, kv_heads, width, name_of(q.dtype), "", *rule)
+    return AttentionProblem(form.batch, form.length, k_length, form.heads, form.kv_heads, form.width, name_of(form.dtype), "", *rule)
 
 
 @lru_cache(maxsize=256)
@@ -40,17 +57,33 @@ def _can(problem: AttentionProblem, device: Device) -> int:
 def can_draw(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, dropout_p: float) -> bool:
     """Whether PyTorch may draw the mask of this call: on GPUs with a fused kernel for it, when nothing else is asked for, at determinism
     level 0, and not while tracing, where a recomputation could draw another one."""
-    if not q.is_cuda or torch.compiler.is_compiling() or dict(settings.policy().forced).get("attention", "vendor") != "vendor":
+    return can_draw_form(_form(q, k), q.device, causal, scale, dropout_p, k.shape[1])
+
+
+def can_draw_form(form: Form, device: torch.device, causal: bool, scale: float, dropout_p: float, k_length: int | None = None) -> bool:
+    """`can_draw` before the tensors are there."""
+    if device.type != "cuda" or torch.compiler.is_compiling() or dict(settings.policy().forced).get("attention", "vendor") != "vendor":
         return False
-    return not settings.determinism_level() and _can(_problem(q, k, causal, scale, dropout_p), backends.device_of(q.device)) >= 0
+    problem = _problem(form, form.length if k_length is None else k_length, causal, scale, dropout_p)
+    return not settings.determinism_level() and _can(problem, backends.device_of(device)) >= 0
+
+
+def _form(q: torch.Tensor, k: torch.Tensor) -> Form:
+    batch, length, heads, width = q.shape
+    return Form(batch, length, heads, k.shape[2], width, q.dtype)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, dropout_p: float) -> torch.Tensor:
     """out [B, Sq, H, D] of [B, S, H, D] tensors of one 16-bit dtype."""
+    out = attend_heads(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, scale, dropout_p)
+    return out.transpose(1, 2).contiguous()
+
+
+def attend_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, dropout_p: float) -> torch.Tensor:
+    """out [B, H, Sq, D] of [B, H, S, D] views of one 16-bit dtype."""
+    batch, heads, length, width = q.shape
+    problem = _problem(Form(batch, length, heads, k.shape[1], width, q.dtype), k.shape[2], causal, scale, dropout_p)
     counter = counter_for("attention", "fwd", "vendor:sdpa", REASON)
     counter.calls += 1
-    counter.bytes += _can(_problem(q, k, causal, scale, dropout_p), backends.device_of(q.device))
-    grouped = q.shape[2] != k.shape[2]
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out = F.scaled_dot_product_attention(q, k, v, None, dropout_p, causal, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2).contiguous()
+    counter.bytes += _can(problem, backends.device_of(q.device))
+    return F.scaled_dot_product_attention(q, k, v, None, dropout_p, causal, scale=scale, enable_gqa=heads != k.shape[1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops_math.backends.launch import launch
@@ -15,7 +14,7 @@ from ops_math.ops.attention.triton_gpu_fwd import _fwd_kernel
 from ops_math.ops.attention.triton_gpu_masked_bwd import _bwd_dkdv_masked_kernel, _bwd_dq_masked_kernel
 from ops_math.ops.attention.triton_gpu_masked_fwd import _fwd_masked_kernel
 from ops_math.rng import threshold
-from ops_math.spec import ITEM_SIZE, Device
+from ops_math.spec import ITEM_SIZE, Device, cdiv, next_power_of_2
 
 WIDEST = 256
 NO_BOUND = 2**30  # where the kernels with masks take a window bound as a number
@@ -163,7 +162,7 @@ def predict_us(p: AttentionProblem, device: Device, phase: str) -> float:
 
 
 def _block_d(p: AttentionProblem) -> int:
-    return max(16, triton.next_power_of_2(p.head_dim))
+    return max(16, next_power_of_2(p.head_dim))
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int, int]:
@@ -178,7 +177,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 def _num_tiles(p: AttentionProblem, length: int, block: int) -> int:
     """Tiles of a sequence; with documents, as many as they may need whatever their lengths are."""
-    return triton.cdiv(length, block) if p.documents < 0 else length // block + p.documents
+    return cdiv(length, block) if p.documents < 0 else length // block + p.documents
 
 
 def _views(p: AttentionProblem, wanted: bool, rows: int, *streams: torch.Tensor) -> tuple[TensorDescriptor | None, ...]:
@@ -274,7 +273,7 @@ def launch_bwd(
     num_rows, width, extra = p.batch * p.q_len * p.heads, _block_d(p), _lookup(p, q, *lookups)
     block = max(1, 8192 // width)
     launch(
-        _delta_kernel, (triton.cdiv(num_rows, block),), dout, out, delta, num_rows, p.q_len, p.heads, *_strides(dout),
+        _delta_kernel, (cdiv(num_rows, block),), dout, out, delta, num_rows, p.q_len, p.heads, *_strides(dout),
         WIDTH=p.head_dim, BLOCK_D=width, BLOCK_M=block, num_warps=4,
     )  # fmt: skip
     inputs = (dout, q, k, v, lse, delta)

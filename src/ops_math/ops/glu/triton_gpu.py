@@ -17,7 +17,7 @@ from ops_math.layout import as_rows
 from ops_math.ops._tiles.activation import activate, activate_with_slope
 from ops_math.ops.glu.problem import GluProblem
 from ops_math.ops.glu.triton_gpu_gelu import launch_activation
-from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device
+from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, next_power_of_2
 
 
 class Config(NamedTuple):
@@ -137,14 +137,14 @@ class _Walk(NamedTuple):
     @property
     def grid(self) -> tuple[int, ...]:
         """One program a tile."""
-        return (triton.cdiv(self.num_rows, self.block_m) * triton.cdiv(self.num_cols, self.block_n),)
+        return (cdiv(self.num_rows, self.block_m) * cdiv(self.num_cols, self.block_n),)
 
 
 def _walk(p: GluProblem, config: Config, *tensors: torch.Tensor) -> _Walk:
     """`tensors` are matrices of p.rows; all contiguous ones are one row. In pairs kernels widths differ and all are contiguous or none."""
     if all(t.is_contiguous() for t in tensors):
         return _Walk(min(p.rows, 1), p.rows * p.cols, (0,) * len(tensors), 1, config.block)
-    block_n = min(triton.next_power_of_2(p.cols), config.block)
+    block_n = min(next_power_of_2(p.cols), config.block)
     return _Walk(p.rows, p.cols, tuple(t.stride(0) for t in tensors), config.block // block_n, block_n)
 
 

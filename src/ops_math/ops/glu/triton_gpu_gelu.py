@@ -16,7 +16,7 @@ from ops_math.backends.launch import launch
 from ops_math.layout import as_rows
 from ops_math.ops._tiles.activation import activate, activate_with_slope
 from ops_math.ops.glu.problem_gelu import GeluProblem
-from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device
+from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, next_power_of_2
 
 ACTIVATION = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -42,7 +42,7 @@ def configs(p: GeluProblem, device: Device, phase: str) -> tuple[Config, ...]:
     found = []
     for warps, each, width in ((4, 1, 256), (4, 2, 512), (8, 1, 512), (8, 2, 1024), (4, 1, 1024)):
         block = wave * warps * vector * each
-        tiles = max(1, -(-p.cols // min(width, triton.next_power_of_2(max(p.cols, 1)))))
+        tiles = max(1, -(-p.cols // min(width, next_power_of_2(max(p.cols, 1)))))
         programs = max(1, min(32 // warps * device.num_cores // tiles, -(-p.rows * width // block), 1024))
         found.append(Config(block, width, warps, programs))
     return tuple(found)
@@ -122,18 +122,18 @@ def _tile(p: GeluProblem, config: Config, flat: bool) -> tuple[int, int, int, in
     """Rows and columns to walk, and of a tile."""
     if flat:
         return min(p.rows, 1), p.rows * p.cols, 1, config.block
-    block_n = min(triton.next_power_of_2(p.cols), config.width, config.block)
+    block_n = min(next_power_of_2(p.cols), config.width, config.block)
     return p.rows, p.cols, config.block // block_n, block_n
 
 
 def _grid(num_rows: int, num_cols: int, block_m: int, block_n: int) -> tuple[int, ...]:
-    return (triton.cdiv(num_rows, block_m) * triton.cdiv(num_cols, block_n),)
+    return (cdiv(num_rows, block_m) * cdiv(num_cols, block_n),)
 
 
 def launch_activation(activation: str, x: torch.Tensor, y: torch.Tensor) -> None:
     """y = activation(x), elementwise; y contiguous."""
     rows = as_rows(x)
-    block_n = min(triton.next_power_of_2(max(rows.shape[1], 1)), 1024)
+    block_n = min(next_power_of_2(max(rows.shape[1], 1)), 1024)
     shape = (rows.shape[0], rows.shape[1], 1024 // block_n, block_n)
     launch(
         _fwd_kernel, _grid(*shape), rows, rows, y, *shape[:2], rows.stride(0), rows.shape[1],
@@ -184,7 +184,7 @@ def _launch_bwd_bias(
     partial = torch.empty((config.num_programs, p.cols), dtype=torch.float32, device=x.device)
     _, _, block_m, block_n = _tile(p, config, False) if p.cols else (0, 0, 1, 1)
     launch(
-        _bwd_bias_kernel, (config.num_programs * triton.cdiv(p.cols, block_n),), dy, x, bias, dx, y, partial,
+        _bwd_bias_kernel, (config.num_programs * cdiv(p.cols, block_n),), dy, x, bias, dx, y, partial,
         p.rows, p.cols, dy.stride(0), x.stride(0), config.num_programs,
         ACTIVATION=ACTIVATION[p.approximate], NEED_DX=p.need_dx, NEED_Y=p.need_y,
         BLOCK_M=block_m, BLOCK_N=block_n, num_warps=config.num_warps,

@@ -18,7 +18,7 @@ from ops_math.dispatch import absent
 from ops_math.layout import as_rows
 from ops_math.ops._tiles.rows import rms_norm_gradient
 from ops_math.ops.rms_norm.problem import RmsNormProblem
-from ops_math.spec import DTYPE_OF, Device
+from ops_math.spec import DTYPE_OF, Device, cdiv, next_power_of_2
 
 WIDEST = {"fwd": 16384, "bwd": 8192}  # columns held in registers; the backward holds the sums of the weight's gradient too
 WIDE_BLOCK = 4096
@@ -55,7 +55,7 @@ def configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]
         num_programs = max(min(cuts, -(-p.rows // COLUMNS_M)), 1)
         return tuple(Config(1, WIDE_BLOCK, num_warps, num_programs, 1) for num_warps in (16, 8, 4))
     lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
-    block_n = triton.next_power_of_2(max(p.cols, 1))
+    block_n = next_power_of_2(max(p.cols, 1))
     # Values a tile, values a thread, stages; the forward starts one program for each tile unless it loads ahead. The backward takes one
     # row where it can: four rows of 1,024 halve its speed (H200: 1,571 against 3,170 GB/s with two), since their sum crosses warps.
     if phase == "fwd":
@@ -281,12 +281,12 @@ def launch_bwd(
             launch(_bwd_wide_kernel, (p.rows,), *inputs, dx, *scalars, **options)
         if partial is not None:
             launch(
-                _bwd_columns_kernel, (config.num_programs, triton.cdiv(p.cols, COLUMNS_N)), dy_MN, x_MN, rstd, partial,
+                _bwd_columns_kernel, (config.num_programs, cdiv(p.cols, COLUMNS_N)), dy_MN, x_MN, rstd, partial,
                 p.rows, p.cols, dy_MN.stride(0), x_MN.stride(0), BLOCK_M=COLUMNS_M, BLOCK_N=COLUMNS_N, num_warps=4,
             )  # fmt: skip
     if partial is not None:
         launch(
-            _sum_partials_kernel, (triton.cdiv(p.cols, SUM_N),), partial, dw, config.num_programs, p.cols,
+            _sum_partials_kernel, (cdiv(p.cols, SUM_N),), partial, dw, config.num_programs, p.cols,
             BLOCK_M=SUM_M, BLOCK_N=SUM_N, num_warps=8,
         )  # fmt: skip
     return absent(x) if dx is None else dx, absent(x) if dw is None else dw

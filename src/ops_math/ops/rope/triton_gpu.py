@@ -16,7 +16,7 @@ import triton.language as tl
 from ops_math.backends.launch import launch
 from ops_math.ops._tiles.rotary import turn
 from ops_math.ops.rope.problem import RopeProblem
-from ops_math.spec import DTYPE_OF, Device
+from ops_math.spec import DTYPE_OF, Device, cdiv, next_power_of_2
 
 
 class Config(NamedTuple):
@@ -36,11 +36,11 @@ def supports(p: RopeProblem, device: Device, phase: str) -> str | None:
 
 def configs(p: RopeProblem, device: Device, phase: str) -> tuple[Config, ...]:
     """About 40 values a thread; 32 of 64 bytes in flight hide the memory's latency. Then half and twice the threads, and shares."""
-    values = max((p.heads + p.kv_heads) * triton.next_power_of_2(p.head_dim), 1)
+    values = max((p.heads + p.kv_heads) * next_power_of_2(p.head_dim), 1)
     wave = 64 if device.kind == "hip" else 32
-    tokens = max(1, min(16, triton.next_power_of_2(1024 // values))) if values < 1024 else 1
-    shares = triton.next_power_of_2(-(-values // 8192))
-    warps = max(1, min(8, triton.next_power_of_2(tokens * values // shares // (wave * 48))))
+    tokens = max(1, min(16, next_power_of_2(1024 // values))) if values < 1024 else 1
+    shares = next_power_of_2(-(-values // 8192))
+    warps = max(1, min(8, next_power_of_2(tokens * values // shares // (wave * 48))))
     found = [Config(tokens, shares, warps), Config(tokens, shares, max(1, warps // 2)), Config(tokens, shares, min(8, 2 * warps))]
     found += [Config(tokens, min(2 * shares, max(p.heads, 1)), max(1, warps // 2)), Config(2 * tokens, shares, min(8, 2 * warps))]
     return tuple(dict.fromkeys(found))
@@ -214,7 +214,7 @@ def _launch(
     half, rest = p.rotary_dim // 2, 0 if in_place else p.head_dim - p.rotary_dim
     num_heads, kv_heads = q.shape[2], k.shape[2]
     position_stride_b = 0 if position_ids is None or position_ids.dim() == 1 or position_ids.shape[0] == 1 else position_ids.stride(0)
-    programs = triton.cdiv(p.batch * p.seq, config.tokens) * config.shares if num_heads + kv_heads else 0
+    programs = cdiv(p.batch * p.seq, config.tokens) * config.shares if num_heads + kv_heads else 0
     launch(
         _pairs_kernel if p.interleaved else _halves_kernel, (programs,),
         q, k, *tables[:2], q if position_ids is None else position_ids, *outs,
@@ -222,9 +222,9 @@ def _launch(
         *q.stride()[:3], *k.stride()[:3], *outs[0].stride()[:3], *outs[1].stride()[:3],
         *tables[2:], position_stride_b, 0 if position_ids is None else position_ids.stride(-1), sign,
         HAS_POSITIONS=position_ids is not None, REST=rest, IN_PLACE=in_place, HALF=half, BLOCK_T=config.tokens,
-        BLOCK_H=triton.next_power_of_2(max(triton.cdiv(num_heads, config.shares), 1)),
-        BLOCK_K=triton.next_power_of_2(max(triton.cdiv(kv_heads, config.shares), 1)),
-        BLOCK=triton.next_power_of_2(half), BLOCK_REST=triton.next_power_of_2(max(rest, 1)), num_warps=config.num_warps,
+        BLOCK_H=next_power_of_2(max(cdiv(num_heads, config.shares), 1)),
+        BLOCK_K=next_power_of_2(max(cdiv(kv_heads, config.shares), 1)),
+        BLOCK=next_power_of_2(half), BLOCK_REST=next_power_of_2(max(rest, 1)), num_warps=config.num_warps,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from ops_math.backends.launch import launch
 from ops_math.layout import as_rows
 from ops_math.ops.softmax.problem import SoftmaxProblem
-from ops_math.spec import DTYPE_OF, Device
+from ops_math.spec import DTYPE_OF, Device, cdiv, next_power_of_2
 
 WIDEST = 16384  # columns held in registers: 32 warps x 32 lanes x 16 values
 WIDE_BLOCK = 4096
@@ -38,7 +38,7 @@ def configs(p: SoftmaxProblem, device: Device, phase: str) -> tuple[Config, ...]
     lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
     if p.cols > WIDEST:
         return tuple(Config(1, WIDE_BLOCK, num_warps) for num_warps in (16, 8, 4))
-    block_n = triton.next_power_of_2(max(p.cols, 1))
+    block_n = next_power_of_2(max(p.cols, 1))
     found: list[Config] = []
     narrow = ((8, 2048),) if block_n < 1024 else ()  # sixteen values a thread spill there (sm_100, 8 bytes)
     for values, tile in (*narrow, (16, 2048), (16, 4096), (32, 2048), (8, 2048), (16, 1024)):
@@ -133,7 +133,7 @@ def launch_fwd(p: SoftmaxProblem, config: Config, x: torch.Tensor) -> torch.Tens
     y = torch.empty(x.shape, dtype=DTYPE_OF[p.out], device=x.device)
     x_MN = as_rows(x)
     launch(
-        _fwd_kernel if p.cols <= WIDEST else _fwd_wide_kernel, (triton.cdiv(p.rows, config.block_m) if p.cols else 0,),
+        _fwd_kernel if p.cols <= WIDEST else _fwd_wide_kernel, (cdiv(p.rows, config.block_m) if p.cols else 0,),
         x_MN, y, p.rows, p.cols, x_MN.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
     )  # fmt: skip
@@ -145,7 +145,7 @@ def launch_bwd(p: SoftmaxProblem, config: Config, dy: torch.Tensor, y: torch.Ten
     dx = torch.empty(y.shape, dtype=DTYPE_OF[p.x], device=y.device)
     dy_MN, y_MN = as_rows(dy), as_rows(y)
     launch(
-        _bwd_kernel if p.cols <= WIDEST else _bwd_wide_kernel, (triton.cdiv(p.rows, config.block_m) if p.cols else 0,),
+        _bwd_kernel if p.cols <= WIDEST else _bwd_wide_kernel, (cdiv(p.rows, config.block_m) if p.cols else 0,),
         dy_MN, y_MN, dx, p.rows, p.cols, dy_MN.stride(0), y_MN.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
     )  # fmt: skip
