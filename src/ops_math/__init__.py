@@ -3,6 +3,7 @@
 Importing this package registers operators with PyTorch and does nothing else: no CUDA context, no Triton, no environment.
 """
 
+from ops_math import schedule
 from ops_math._version import __version__
 from ops_math.blocks.recognise import PartReport, part_of
 from ops_math.blocks.residual import Unsummed, residual_attention, residual_mlp, residual_norm
@@ -21,6 +22,7 @@ from ops_math.ops.rms_norm.op import add_rms_norm, rms_norm
 from ops_math.ops.rope.op import rope, rope_qkv
 from ops_math.ops.softmax.op import softmax
 from ops_math.rng import Rng
+from ops_math.schedule import calibrate
 from ops_math.settings import active as is_enabled
 from ops_math.settings import checked, determinism, enabled, force, precision
 from ops_math.stats import reset_stats, stats
@@ -37,6 +39,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "attention_qkv",
+    "calibrate",
     "checked",
     "cross_entropy",
     "debug",
@@ -59,6 +62,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_qkv",
+    "schedule",
     "softmax",
     "stats",
     "swiglu",

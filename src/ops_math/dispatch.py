@@ -46,6 +46,7 @@ class _Phase:
         key = (problem, device, settings.policy(), torch.are_deterministic_algorithms_enabled())
         found = self.memo.get(key)
         if found is None:
+            schedule.met(self.operator, self.name, problem, args)
             found = self.choose(key, problem, device)
         launcher, config, counter, num_bytes = found
         counter.calls += 1
@@ -101,9 +102,8 @@ class Operator:
         """What the scheduler answers for a problem under the policy in force."""
         policy = settings.policy()._replace(determinism=settings.determinism_level())
         dtype = self.file("problem").storage(problem)
-        return schedule.choose(
-            self._implementations, problem, self.cost(problem, phase), dtype, phase, device, policy, schedule.load_shipped()
-        )
+        record = schedule.record_for(device)
+        return schedule.choose(self._implementations, problem, self.cost(problem, phase), dtype, phase, device, policy, record)
 
     def forget(self) -> None:
         """Drop remembered choices (after an implementation was replaced)."""
@@ -176,6 +176,7 @@ def define(
     """
     operator = Operator(name, package, implementations, variant)
     settings.IMPLEMENTATIONS[name] = implementations
+    schedule.register(operator)
     for phase_name, schema, fake, problem_of in (("fwd", fwd, fake_fwd, problem_fwd), ("bwd", bwd, fake_bwd, problem_bwd)):
         full = f"{name}_{phase_name}"
         _LIBRARY.define(full + schema, tags=_TAGS)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import re
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
@@ -45,6 +48,30 @@ def _device_of(kind: str, index: int, interpreted: bool) -> Device:
 def device_of(device: torch.device) -> Device:
     """Facts about a torch device. CPU tensors are on the `interpreter` device when TRITON_INTERPRET=1."""
     return _device_of(device.type, device.index or 0, device.type == "cpu" and settings.triton_interpret())
+
+
+@lru_cache(maxsize=1)
+def processor_name() -> str:
+    """The model of the CPU, as Linux names it, else the architecture."""
+    try:
+        found = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+@lru_cache(maxsize=4)
+def driver_version(kind: str) -> str:
+    """The kernel driver's version for `cuda` or `hip` as Linux shows it; empty for other devices, `unknown` where it is not shown."""
+    place = {"cuda": "/proc/driver/nvidia/version", "hip": "/sys/module/amdgpu/version"}.get(kind)
+    if place is None:
+        return ""
+    try:
+        text = Path(place).read_text()
+    except OSError:
+        return "unknown"
+    found = re.search(r"\d+\.\d+(?:\.\d+)*", text)
+    return found.group(0) if found else "unknown"
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,181 @@
+"""`calibrate`: which problems a step meets, and what is fastest for each on this device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ops_math import backends, checks, settings
+from ops_math.schedule import live
+from ops_math.schedule.agree import agree, this_device
+from ops_math.schedule.ceilings import measure_ceilings
+from ops_math.schedule.choose import predict_us
+from ops_math.schedule.collect import Collector, Met
+from ops_math.schedule.identity import identity_of
+from ops_math.schedule.measure import Limits, NotMeasuredError, measure
+from ops_math.schedule.record import Measurement, bucket, from_row, to_row
+from ops_math.schedule.trial import CandidateFailedError, DeviceHungError
+
+Progress = Callable[[str, int, int], None]  # what is being done, how many problems are done, of how many
+KEPT_BYTES = 8 << 30
+LEAST_SECONDS, MOST_SECONDS = 0.3, 4.0  # for one problem
+
+
+class Calibration(NamedTuple):
+    """What `calibrate` found. `measurements` are new; `known` problems had been measured before; `skipped` were not, with the reason."""
+
+    measurements: tuple[Measurement, ...]
+    known: int
+    skipped: tuple[tuple[str, str], ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.measurements)} problems measured, {self.known} known before, in {self.seconds:.1f} s"]
+        for m in self.measurements:
+            lines.append(f"{m.op} {m.phase} {m.problem}: {m.winner}, {m.times_us[m.winner]:.1f} us" + (" (a tie)" if m.ties else ""))
+            lines += [f"  refused {name}: {why}" for name, why in m.refused.items()]
+        return "\n".join([*lines, *(f"not measured: {what}: {why}" for what, why in self.skipped)])
+
+
+def calibrate(
+    step_fn: Callable[[], Any],
+    *,
+    seconds: float = 60.0,
+    save: bool = True,
+    anew: bool = False,
+    progress: Progress | None = None,
+    memory_gib: float | None = None,
+) -> Calibration:
+    """Run one step, measure the problems that it meets, and use what is fastest from then on.
+
+    Args:
+        step_fn: runs a training step, forward and backward; whatever it changes (weights, optimizer) is changed as by any step.
+        seconds: for measuring, in all [s]; problems in which the step spends most come first, and known ones are not measured again.
+        save: keep what was found in the user's cache folder, where other processes find it.
+        anew: measure known problems too; a recorded winner then stays unless another is clearly faster.
+        progress: called with what is being done, how many problems are done, and of how many; the library itself prints nothing.
+        memory_gib: most memory [GiB] that a candidate may take beyond its results on a GPU.
+
+    Returns: a `Calibration`; `str()` of it is a table. A candidate that fails, hangs, gives wrong numbers or takes too much memory is
+    skipped and named there.
+
+    With several ranks all call it; each problem is measured by the first rank that met it, rank 0 merges, and all take its record.
+
+    Raises: ArgumentError for seconds that are not positive; UnsupportedError while frozen, or where ranks' devices differ.
+    """
+    checks.positive("calibrate", "seconds", seconds)
+    live.refuse_when_frozen("calibrate")
+    start = time.perf_counter()
+    collector = Collector(KEPT_BYTES)
+    with collector:
+        step_fn()
+    met = _mine(list(collector.met.values()))
+    ensure_ceilings({one.device for one in met}, save)
+    wanted = [one for one in met if anew or not _known(one)]
+    found, skipped = _measure_all(_by_weight(wanted), seconds, memory_gib, progress or (lambda words, done, total: None))
+    _take(found, save)
+    return Calibration(tuple(m for _, m in found), len(met) - len(wanted), tuple(skipped), time.perf_counter() - start)
+
+
+def _policy() -> settings.Policy:
+    return settings.policy()._replace(determinism=settings.determinism_level(), forced=())
+
+
+def _known(one: Met) -> bool:
+    operator = live.LIVE.operators[one.op]
+    record = live.record_for(backends.device_of(one.device))
+    return record.measurement(one.op, one.phase, operator.file("problem").storage(one.problem), _policy(), one.problem)[1]
+
+
+def _by_weight(met: Sequence[Met]) -> list[Met]:
+    """One of each bucket first, then the rest; among them those in which a step spends most, by the model."""
+
+    def time_us(one: Met) -> float:
+        operator = live.LIVE.operators[one.op]
+        cost = operator.cost(one.problem, one.phase)
+        eager = next((i for i in operator.implementations() if i.name == "eager"), operator.implementations()[-1])
+        return one.count * predict_us(eager, one.problem, cost, backends.device_of(one.device), one.phase)
+
+    heavy = sorted(met, key=time_us, reverse=True)
+    seen: set[tuple[str, ...]] = set()
+    first: list[Met] = []
+    rest: list[Met] = []
+    for one in heavy:
+        key = (one.op, one.phase, bucket(one.problem))
+        (rest if key in seen else first).append(one)
+        seen.add(key)
+    return first + rest
+
+
+def _measure_all(
+    wanted: Sequence[Met], seconds: float, memory_gib: float | None, progress: Progress
+) -> tuple[list[tuple[torch.device, Measurement]], list[tuple[str, str]]]:
+    """Measure in this order until the time is over; the words say what was not."""
+    found: list[tuple[torch.device, Measurement]] = []
+    skipped: list[tuple[str, str]] = []
+    end = time.perf_counter() + seconds
+    hung = ""
+    for done, one in enumerate(wanted):
+        name = f"{one.op} {one.phase} {one.problem}"
+        left = end - time.perf_counter()
+        why = hung or ("the time is over: give calibrate more seconds" if left <= 0 else "")
+        if one.args is None:
+            why = why or "its arguments are larger than what is kept for measuring"
+        if why:
+            skipped.append((name, why))
+            continue
+        share = min(max(left / (len(wanted) - done), LEAST_SECONDS), MOST_SECONDS)
+        limits = Limits(share, max(10 * share, 20.0), memory_gib)
+        try:
+            args = one.args_on_device()
+            measured = measure(
+                live.LIVE.operators[one.op], one.phase, args, limits=limits, policy=_policy(),
+                progress=lambda words, one=one, done=done: progress(f"{one.op} {one.phase}: {words}", done, len(wanted)),  # type: ignore[misc]
+            )  # fmt: skip
+            found.append((one.device, measured))
+        except DeviceHungError as error:
+            hung = str(error)
+            skipped.append((name, hung))
+        except (NotMeasuredError, CandidateFailedError, torch.OutOfMemoryError) as error:
+            skipped.append((name, str(error)))
+    progress("done", len(wanted), len(wanted))
+    return found, skipped
+
+
+def ensure_ceilings(devices: set[torch.device], save: bool) -> None:
+    """Measure a device's ceilings where the record has none; without the memory for that, those of its kind stay, with a warning."""
+    for device in sorted(devices, key=str):
+        identity = identity_of(backends.device_of(device))
+        if live.contents_of(identity).ceilings is None and device.type in ("cpu", "cuda"):
+            try:
+                live.add(identity, (), measure_ceilings(device), save=save)
+            except torch.OutOfMemoryError as error:
+                live.store.warn(f"schedule: the ceilings of {device} were not measured ({error}); those of its kind are used.")
+
+
+def _mine(met: list[Met]) -> list[Met]:
+    """With several ranks, the problems that no lower rank has met."""
+    if live.world_size() == 1:
+        return met
+    keys: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(keys, [(one.op, one.phase, str(one.problem)) for one in met])
+    lower = {tuple(key) for theirs in keys[: dist.get_rank()] for key in theirs}
+    return [one for one in met if (one.op, one.phase, str(one.problem)) not in lower]
+
+
+def _take(found: list[tuple[torch.device, Measurement]], save: bool) -> None:
+    """Take measurements in; with several ranks rank 0 takes all of them, and all ranks then take its record."""
+    if live.world_size() == 1:
+        for device in {device for device, _ in found}:
+            live.add(identity_of(backends.device_of(device)), [m for d, m in found if d == device], save=save)
+        return
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, [to_row(m) for _, m in found])
+    if dist.get_rank() == 0:
+        merged = [from_row(row) for theirs in rows for row in theirs]
+        live.add(identity_of(this_device()), merged, save=save)
+    agree()
