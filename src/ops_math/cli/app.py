@@ -19,6 +19,8 @@ COMMANDS = {
     "train": "ops_math.cli.train.command:train",
     "doctor": "ops_math.cli.doctor:doctor",
     "ops": "ops_math.cli.ops:ops",
+    "calibrate": "ops_math.cli.calibrate:calibrate",
+    "explain": "ops_math.cli.explain:explain",
 }
 # What a user can mend. Anything else is a fault of ours and keeps its traceback.
 USER_ERRORS = (ArgumentError, UnsupportedError, OSError, torch.OutOfMemoryError)

@@ -34,6 +34,8 @@ class Calibration(NamedTuple):
     seconds: float
 
     def __str__(self) -> str:
+        if not (self.measurements or self.known or self.skipped):
+            return "the step met no operator of ops_math"
         lines = [f"{len(self.measurements)} problems measured, {self.known} known before, in {self.seconds:.1f} s"]
         for m in self.measurements:
             lines.append(f"{m.op} {m.phase} {m.problem}: {m.winner}, {m.times_us[m.winner]:.1f} us" + (" (a tie)" if m.ties else ""))
@@ -54,7 +56,7 @@ def calibrate(
 
     Args:
         step_fn: runs a training step, forward and backward; whatever it changes (weights, optimizer) is changed as by any step.
-        seconds: for measuring, in all [s]; problems in which the step spends most come first, and known ones are not measured again.
+        seconds: for measuring, in all [s]; problems that take longest come first, and known ones are not measured again.
         save: keep what was found in the user's cache folder, where other processes find it.
         anew: measure known problems too; a recorded winner then stays unless another is clearly faster.
         progress: called with what is being done, how many problems are done, and of how many; the library itself prints nothing.
@@ -92,13 +94,13 @@ def _known(one: Met) -> bool:
 
 
 def _by_weight(met: Sequence[Met]) -> list[Met]:
-    """One of each bucket first, then the rest; among them those in which a step spends most, by the model."""
+    """One of each bucket first, then the rest; among them those that take longest, by the model."""
 
     def time_us(one: Met) -> float:
         operator = live.LIVE.operators[one.op]
         cost = operator.cost(one.problem, one.phase)
         eager = next((i for i in operator.implementations() if i.name == "eager"), operator.implementations()[-1])
-        return one.count * predict_us(eager, one.problem, cost, backends.device_of(one.device), one.phase)
+        return predict_us(eager, one.problem, cost, backends.device_of(one.device), one.phase)
 
     heavy = sorted(met, key=time_us, reverse=True)
     seen: set[tuple[str, ...]] = set()

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ops_math.schedule.live import LIVE
+from ops_math.schedule.live import LIVE, changed
 
 MOST_STRETCHED = 4  # times its elements that a view's storage may span before its copy becomes contiguous
 
 
 class Met:
-    """One problem: its operator and phase, how often a step meets it, and arguments to measure it with."""
+    """One problem: its operator and phase, its device, and arguments to measure it with (None where they are too large to keep)."""
 
     def __init__(self, op: str, phase: str, problem: Any, device: torch.device, args: Sequence[Any] | None) -> None:
         self.op, self.phase, self.problem, self.device, self.args = op, phase, problem, device, args
-        self.count = 1
 
     def args_on_device(self) -> list[Any]:
         """The arguments, moved to where they came from."""
@@ -26,33 +25,29 @@ class Met:
         return [laid_out_like(a, a, self.device) if isinstance(a, torch.Tensor) else a for a in self.args]
 
 
-class Collector(TorchDispatchMode):
-    """Sees every call of our operators below autograd and lets it run.
+class Collector:
+    """Keeps each problem that is met for the first time while it is listening; calls run as ever, compiled ones too.
 
     Args:
         most_bytes: how much to keep [B]; what is larger is met, and measured never.
     """
 
     def __init__(self, most_bytes: int) -> None:
-        super().__init__()
         self.met: dict[tuple[Any, ...], Met] = {}
         self.left = most_bytes
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "namespace", "") == "ops_math":
-            self._note(func._schema.name.removeprefix("ops_math::"), args)
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> Collector:
+        LIVE.collector = self.note
+        changed()  # what is remembered is not met again
+        return self
 
-    def _note(self, name: str, args: Any) -> None:
-        op, _, phase = name.rpartition("_")
-        operator = LIVE.operators.get(op)
-        if operator is None or phase not in operator.phases or type(args[0]) not in (torch.Tensor, torch.nn.Parameter):
-            return
-        problem = operator.phases[phase].problem_of(*args)
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        LIVE.collector = None
+
+    def note(self, op: str, phase: str, problem: Any, args: Sequence[Any]) -> None:
+        """Keep a problem and its arguments, unless it is kept already."""
         key = (op, phase, problem, args[0].device)
-        found = self.met.get(key)
-        if found is not None:
-            found.count += 1
+        if key in self.met:
             return
         size = sum(a.numel() * a.element_size() for a in args if isinstance(a, torch.Tensor))
         kept = None

@@ -1,4 +1,4 @@
-"""Measuring a problem when it is first met, where the user asked for that with `first_use(seconds)`."""
+"""What happens when a problem is met that is not remembered: `calibrate` collects it, and `first_use(seconds)` measures it at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from ops_math.schedule.trial import CandidateFailedError, DeviceHungError
 
 
 def met(operator: live.Operator, phase: str, problem: Any, args: Sequence[Any]) -> None:
-    """Told of every problem that is not remembered, before it is chosen for; measures it on its real arguments if it should be."""
+    """Told of every problem that is not remembered, before it is chosen for, with the real arguments of the call."""
+    if live.LIVE.collector is not None:
+        live.LIVE.collector(operator.name, phase, problem, args)
+        return
     if not live.LIVE.first_use_seconds or why_not(operator, phase, problem, args[0].device) is not None:
         return
     device = args[0].device

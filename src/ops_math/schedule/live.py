@@ -52,6 +52,7 @@ class _Live:
         self.operators: dict[str, Operator] = {}
         self.frozen = ""
         self.agreed = False
+        self.collector: Callable[[str, str, Any, Any], None] | None = None  # is told of problems while a step is calibrated
         self.first_use_seconds = 0.0
         self.first_use_progress: Callable[[str], None] | None = None
         self.tried: set[tuple[str, ...]] = set()  # by first use; a problem that could not be measured is not tried again

@@ -83,6 +83,7 @@ class Bench:
     def oracle(self, able: list[Able]) -> accuracy.Oracle:
         """What results are held to: `eager` in float64, in float32 where that does not fit, else PyTorch's own in the same dtype."""
         eager = next((one.candidate for one in able if one.candidate.name == "eager"), None)
+        failed: list[str] = []
         if eager is not None:
             config = configurations(eager, self.problem, self.device, self.phase, 0)[0]
             for dtype, name in ((torch.float64, "fp64"), (torch.float32, "fp32")):
@@ -95,15 +96,15 @@ class Bench:
                     results = self.trial.run(functools.partial(self.launch, widest, problem, wide), self.limits.trial_seconds)
                     yardstick = self.trial.run(functools.partial(self.launch, Pair("eager", eager, config)), self.limits.trial_seconds)
                     return accuracy.oracle_of(results, yardstick, f"eager in {name}")
-                except CandidateFailedError:
-                    continue  # narrower, then coarser; what was found is told by the oracle's name
+                except CandidateFailedError as error:
+                    failed.append(f"eager in {name} {error}")  # narrower, then coarser; the oracle's name tells which it was
         for pair in self.pairs(sorted(able, key=lambda one: not _from_pytorch(one, able)))[:2]:
             try:
                 results = self.trial.run(functools.partial(self.launch, pair), self.limits.trial_seconds)
-            except CandidateFailedError:
-                continue
-            return accuracy.coarse_oracle(results, f"{pair.name} in the same dtype")
-        raise NotMeasuredError("nothing could be run that results could be held to")
+                return accuracy.coarse_oracle(results, f"{pair.name} in the same dtype")
+            except CandidateFailedError as error:
+                failed.append(f"{pair.name} {error}")
+        raise NotMeasuredError("nothing could be run that results could be held to: " + "; ".join(failed))
 
     def pairs(self, able: Sequence[Able]) -> list[Pair]:
         """The first configuration of each, then the others."""

@@ -1,0 +1,80 @@
+"""`ops-math calibrate`: measure, for a model of the command line, which implementation is fastest for each problem of its step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ops_math import checks, schedule
+from ops_nn.adopt import adopt
+from ops_nn.models import PRESETS, build
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def step_of(name: str, batch: int, seq: int, dtype: str, autocast: bool, device: torch.device) -> Any:
+    """A training step of a model with ops-math in it: forward and backward on random tokens."""
+    preset = PRESETS[name]
+    weights = torch.float32 if autocast else DTYPES[dtype]
+    model = build(name, device=device, dtype=weights).train()
+    adopt(model)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, preset.config.vocab_size, (batch, seq), generator=generator).to(device)
+    labels = ids if preset.masked else torch.cat([ids[:, 1:], ids.new_full((batch, 1), -100)], 1)
+    region = torch.autocast(device.type, DTYPES[dtype]) if autocast else contextlib.nullcontext()
+
+    def step() -> None:
+        with region:
+            loss = model(ids, labels=labels).loss
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
+def calibrate(
+    model: Annotated[str, typer.Option(help="Model size: " + ", ".join(PRESETS) + ".")] = "llama-tiny",
+    batch: Annotated[int | None, typer.Option(help="Sequences a step.", show_default="the model's")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens a sequence.", show_default="the model's")] = None,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    parameters: Annotated[
+        bool, typer.Option("--parameters/--autocast", help="With a 16-bit dtype: parameters in it, or fp32 ones under autocast.")
+    ] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="cuda where there is a GPU")] = None,
+    seconds: Annotated[float, typer.Option(help="Time for measuring [s].")] = 60.0,
+    anew: Annotated[bool, typer.Option("--anew", help="Measure problems again that are in the record.")] = False,
+    export: Annotated[Path | None, typer.Option(help="Write the record to this file too.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
+) -> None:
+    """Measure every problem of a model's training step, and keep in the user's cache folder which implementation is fastest."""
+    checks.one_of("calibrate", "--model", model, tuple(PRESETS))
+    checks.one_of("calibrate", "--dtype", dtype, tuple(DTYPES))
+    for name, value in (("--batch", batch), ("--seq", seq)):
+        if value is not None:
+            checks.positive("calibrate", name, value)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    autocast = dtype != "fp32" and not parameters
+    step = step_of(model, batch or PRESETS[model].batch, seq or PRESETS[model].seq, dtype, autocast, place)
+    console = Console(stderr=True)
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("one step, to see its problems", total=None)
+
+        def tell(words: str, done: int, total: int) -> None:
+            bar.update(task, description=words[:100], completed=done, total=total)
+
+        found = schedule.calibrate(step, seconds=seconds, anew=anew, progress=tell)
+    if export is not None:
+        schedule.export(export)
+    if as_json:
+        rows = [{**m._asdict(), "ties": list(m.ties)} for m in found.measurements]
+        sys.stdout.write(json.dumps({"measurements": rows, "known": found.known, "skipped": found.skipped}, indent=2) + "\n")
+    else:
+        Console().print(str(found), highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,166 @@
+"""A candidate is right before it is fast, and a bad one is a sentence and not the end of training."""
+
+import time
+
+import pytest
+import torch
+
+from ops_math.schedule import Limits, NotMeasuredError, measure
+from ops_math.schedule.accuracy import coarse_oracle, oracle_of, verdict
+from ops_math.schedule.timing import Timing, decide, summary, tied
+from ops_math.settings import Policy
+from tests.schedule import toy
+
+X = torch.linspace(-1, 1, 64 * 96).reshape(64, 96)
+QUICK = Limits(0.2, 5.0)
+
+
+def measured(candidates, limits=QUICK, **facts):
+    return measure(toy.Toy(candidates, **facts), "fwd", [X], limits=limits)
+
+
+def test_the_fastest_right_candidate_wins_and_all_times_are_kept():
+    found = measured({"vendor": toy.slept(0.003), "eager": toy.eager})
+    assert found.winner == "eager"
+    assert found.times_us["vendor"] > 2900
+    assert set(found.times_us) == {"vendor", "eager"}
+    assert found.checked == "eager in fp64"
+    assert found.refused == {}
+
+
+@pytest.mark.parametrize(
+    ("launch", "words"),
+    [
+        (toy.nan_in_one_place, "result 0 has NaN or an infinity where eager in fp64 has none"),
+        (toy.wrong_by_a_percent, "result 0 is wrong: its max error against eager in fp64 is 0.01"),
+        (toy.too_narrow, "result 0 has shape [64, 95] where eager in fp64 gives [64, 96]"),
+        (toy.raising, "failed: RuntimeError: a bad configuration"),
+        (toy.hungry, "needs more memory than there is"),
+    ],
+)
+def test_a_bad_candidate_is_refused_in_words_even_if_it_is_faster(launch, words):
+    found = measured({"magic": launch, "eager": toy.slept(0.002)})
+    assert found.winner == "eager"
+    assert found.refused["magic"].startswith(words)
+    assert "magic" not in found.times_us
+
+
+def test_a_candidate_that_hangs_is_left_behind_and_the_others_are_measured():
+    toy.RELEASE.clear()
+    start = time.perf_counter()
+    found = measured({"magic": toy.hanging, "eager": toy.eager}, Limits(0.2, 0.5))
+    toy.RELEASE.set()
+    assert time.perf_counter() - start < 10
+    assert found.refused == {"magic": "did not finish within 0.5 s"}
+    assert found.winner == "eager"
+
+
+def test_a_candidate_that_fails_after_a_while_drops_out_with_its_count():
+    calls = []
+
+    def tiring(problem, config, x):
+        calls.append(1)
+        if len(calls) > 6:
+            raise RuntimeError("tired")
+        return toy.double(x)
+
+    found = measured({"magic": tiring, "eager": toy.eager})
+    assert found.winner == "eager"
+    assert found.refused["magic"] == "failed: RuntimeError: tired, after 2 calls that were well"
+
+
+def test_where_nothing_right_can_run_the_reasons_are_told():
+    with pytest.raises(
+        NotMeasuredError, match=r"^nothing could be run that results could be held to: .*eager failed: RuntimeError: a bad configuration"
+    ):
+        measured({"magic": toy.raising, "eager": toy.raising})
+
+
+def test_without_an_oracle_in_fp64_a_narrower_one_is_used_and_named():
+    def no_doubles(problem, config, x):
+        if x.dtype == torch.float64:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return toy.double(x)
+
+    found = measured({"magic": toy.wrong_by_a_percent, "vendor": toy.eager, "eager": no_doubles})
+    assert found.checked == "vendor in the same dtype"
+    assert "magic" in found.refused
+    assert found.winner in ("vendor", "eager")
+
+
+def test_pytorchs_own_is_timed_however_badly_it_is_predicted_and_others_are_not():
+    slow = {"PASSES": 1e6}
+    found = measured({"magic": toy.eager, "vendor": toy.eager, "eager": toy.eager}, vendor=slow, eager=slow)
+    assert "vendor" in found.times_us
+    assert "eager" not in found.times_us
+    assert found.refused["eager"].startswith("not tried: predicted")
+
+
+def test_every_configuration_is_tried_and_the_winner_names_its_own():
+    def launch(problem, config, x):
+        time.sleep(0.004 if config == "slow" else 0.0)
+        return toy.double(x)
+
+    found = measured({"magic": launch, "eager": toy.slept(0.002)}, magic={"configs": lambda p, d, phase: ("slow", "quick")})
+    assert found.winner == "magic:quick"
+    assert set(found.times_us) == {"magic:slow", "magic:quick", "eager"}
+
+
+def test_a_candidate_below_the_asked_determinism_level_is_not_measured():
+    levels = {"determinism": lambda p, config, phase: 0, "configs": lambda p, d, phase: ("atomic",)}
+    found = measure(
+        toy.Toy({"magic": toy.eager, "eager": toy.eager}, magic=levels), "fwd", [X], limits=QUICK, policy=Policy("default", 1, ())
+    )
+    assert set(found.times_us) == {"eager"}
+    assert found.policy == "precision=default determinism=1"
+
+
+def test_inputs_are_left_as_they_were_by_an_operator_that_writes_in_place():
+    def doubling(problem, config, x):
+        x.mul_(2.0)
+
+    entry = toy.Toy({"eager": toy.eager})
+    entry.implementations()[0].module.launch_inplace = doubling
+    entry.phases["inplace"] = entry.phases["fwd"]
+    x = X.clone()
+    found = measure(entry, "inplace", [x], limits=QUICK)
+    assert found.winner == "eager"
+    assert torch.equal(x, X)
+
+
+def test_near_times_are_a_tie_and_the_first_listed_wins_unless_there_is_an_incumbent():
+    times = {"a": Timing(102.0, 0, 0.005), "b": Timing(100.0, 0, 0.005), "c": Timing(150.0, 0, 0.0)}
+    assert decide(times) == ("a", ("b",))
+    assert decide(times, incumbent="b") == ("b", ("a",))
+    assert decide(times, incumbent="c") == ("a", ("b",))
+    assert not tied(times["a"], times["c"])
+    assert tied(times["c"], Timing(120.0, 0, 0.3))
+
+
+def test_noise_is_small_for_steady_samples_and_large_for_wild_ones():
+    steady = summary([(100.0 + n % 3, 5.0) for n in range(30)])
+    wild = summary([(100.0 * (1 + n % 7), 5.0) for n in range(30)])
+    assert steady.us == 101.0
+    assert steady.noise < 0.01 < 0.2 < wild.noise
+    assert summary([(10.0, 40.0)] * 5).us == 40.0
+
+
+def test_a_limit_lets_rounding_through_and_nothing_larger():
+    r = torch.randn(64, 256, dtype=torch.float64)
+    y = r.to(torch.bfloat16)
+    held = oracle_of([r], [y], "the oracle")
+    assert verdict([y], held) is None
+    assert verdict([(r * (1 + 2.0**-9)).to(torch.bfloat16)], held) is not None
+    assert verdict([torch.where(torch.arange(256) == 3, 0.0, y)], held) is not None
+    assert verdict([y, y], held) == "gives 2 results where the oracle gives 1"
+    coarse = coarse_oracle([y], "another")
+    assert verdict([y * 1.01], coarse) is not None
+    assert verdict([y], coarse) is None
+
+
+def test_an_infinity_or_nan_that_the_oracle_has_too_is_right():
+    r = torch.randn(16, 32, dtype=torch.float64)
+    r[0, 0], r[1, 1] = -torch.inf, torch.nan
+    held = oracle_of([r], [r.float()], "the oracle")
+    assert verdict([r.float()], held) is None
+    assert verdict([torch.nan_to_num(r.float(), neginf=torch.inf)], held) is not None
