@@ -58,7 +58,7 @@ def identity_of(device: Device) -> Identity:
     """The identity of a device of this machine."""
     name = backends.processor_name() if device.kind in ("cpu", "interpreter") else device.name
     cores = torch.get_num_threads() if device.kind in ("cpu", "interpreter") else device.num_cores
-    return Identity(device.kind, name, device.arch, cores, backends.driver_version(device.kind), torch.__version__, triton_version())
+    return Identity(device.kind, name, device.arch, cores, backends.driver_version(device.kind), str(torch.__version__), triton_version())
 
 
 def source_of(implementation: Implementation) -> str:
