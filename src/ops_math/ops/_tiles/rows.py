@@ -29,7 +29,11 @@ def merged_moments(count, mean, squares, block_count, block_mean, block_squares)
 
 @triton.jit
 def layer_norm_gradient(g, xhat, rstd, g_mean, dot_mean):
-    """(g - mean(g) - xhat mean(g xhat)) rstd, the means given as [M]."""
+    """(g - mean(g) - xhat mean(g xhat)) rstd, the means given as [M].
+
+    g must not be a bare product: the compiler would contract it with the subtraction into an fma, whose product is not rounded as the one
+    in the mean was, and a row of one column, whose gradient is 0, would get the difference times rstd. A 0 added to the product rounds it.
+    """
     return (g - g_mean[:, None] - xhat * dot_mean[:, None]) * rstd[:, None]
 
 

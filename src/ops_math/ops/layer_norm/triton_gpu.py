@@ -221,7 +221,7 @@ def _bwd_kernel(
             db += tl.sum(g, 0)
         if dtotal_ptr is not None or dx_ptr is not None or dx_bias_ptr is not None:
             if weight_ptr is not None:
-                g = g * weight
+                g = g * weight + 0.0  # one fma, which rounds: see layer_norm_gradient
             dtotal = layer_norm_gradient(g, xhat, rstd, tl.sum(g, 1) / num_cols, tl.sum(g * xhat, 1) / num_cols)
             if dsum_ptr is not None:
                 dtotal += dsum
