@@ -5,6 +5,7 @@ Importing this package registers operators with PyTorch and does nothing else: n
 
 from ops_math import schedule
 from ops_math._version import __version__
+from ops_math.blocks.casts import cast_weights
 from ops_math.blocks.recognise import PartReport, part_of
 from ops_math.blocks.residual import Unsummed, residual_attention, residual_mlp, residual_norm
 from ops_math.catalog import public_functions as _public_functions
@@ -40,6 +41,7 @@ __all__ = [
     "attention",
     "attention_qkv",
     "calibrate",
+    "cast_weights",
     "checked",
     "cross_entropy",
     "debug",

@@ -53,7 +53,7 @@ def bert(dropout: float = 0.0, labelled: float = 0.3) -> Job:
     few = labels.masked_fill(torch.rand(labels.shape, generator=torch.Generator().manual_seed(2)) > labelled, -100)
     config = BertConfig(VOCAB, WIDTH, 128, 2, 4, max_position_embeddings=SEQ, hidden_dropout=dropout, attention_dropout=dropout)
     mask = torch.arange(SEQ)[None] < torch.tensor([[SEQ], [7]])
-    return Job(_drawn(BertForMaskedLM(config)), lambda m: m(ids, few, mask).loss, 3)
+    return Job(_drawn(BertForMaskedLM(config)), lambda m: m(ids, few, mask).loss, 4)
 
 
 def encoder(norm_first: bool, padded: bool = False) -> Job:

@@ -111,7 +111,8 @@ class _Product(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.form = a.shape if heads_first else None
         flat = a.transpose(1, 2).reshape(-1, w.shape[1]) if heads_first else a.reshape(-1, w.shape[1])
-        narrow, w_cast, b_cast = (products.as_dtype(t, rule.product) for t in (flat, w, None if rule.bias_in_norm else b))
+        narrow, w_cast = products.as_dtype(flat, rule.product), products.cast_weight(w, rule.product)
+        b_cast = None if rule.bias_in_norm else products.cast_weight(b, rule.product)
         branch = F.linear(narrow, w_cast, b_cast).view(residual.shape)
         y, total, saved, ctx.kept = _sum_and_norm(rule, branch, residual, weight, shift, b if rule.bias_in_norm else None, state)
         ctx.save_for_backward(narrow, w_cast, *saved)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from ops_math import features
+from ops_math.blocks import casts
 from ops_math.dispatch import apply, needs_grad, store_dtype
 from ops_math.ops.dropout.op import OP as DROPOUT
 from ops_math.ops.glu.op import OP as GLU
@@ -44,11 +45,21 @@ def _cast_together(tensors: list[Any], dtype: Any) -> list[torch.Tensor]:
 
 def _cast(affines: tuple[torch.Tensor | None, ...], dtype: torch.dtype | None) -> tuple[Any, ...]:
     """Weights and biases in the products' dtype: under autocast one buffer and one launch for all of them, kept for the backward."""
+    if dtype is not None and casts.held() is not None:
+        return tuple(cast_weight(t, dtype) for t in affines)
     narrow = [t for t in affines if t is not None and dtype is not None and t.dtype != dtype]
     if len(narrow) < FEW or not features.copies_together(narrow[0].device):
         return tuple(as_dtype(t, dtype) for t in affines)
     fresh = iter(_cast_together(narrow, dtype))
     return tuple(next(fresh) if t is not None and t.dtype != dtype else t for t in affines)
+
+
+def cast_weight(t: Any, dtype: torch.dtype | None) -> Any:
+    """A weight or bias in a dtype: itself, the copy that is held for this forward, or a copy."""
+    if t is None or dtype is None or t.dtype == dtype:
+        return t
+    found = casts.narrow(t, dtype)
+    return t.to(dtype) if found is None else found
 
 
 def _rows(t: torch.Tensor) -> torch.Tensor:
@@ -119,10 +130,12 @@ def _packed_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, _Packed]:
     """y, x as multiplied, the packed weight, and the rest."""
     wide, weights, biases = as_dtype(x, dtype), affines[::2], [b for b in affines[1::2] if b is not None]
-    cast = _cast_together([*weights, *biases], dtype)
-    rows = [w.shape[0] for w in cast[: len(weights)]]
-    packed = cast[0].as_strided((sum(rows), x.shape[-1]), (x.shape[-1], 1))
-    bias = cast[len(weights)].as_strided((sum(rows),), (1,)) if biases else None
+    rows = [w.shape[0] for w in weights]  # type: ignore[union-attr]
+    packed, bias = casts.packed(weights, dtype), casts.packed(biases, dtype) if biases else None  # type: ignore[arg-type]
+    if packed is None or (biases and bias is None):
+        cast = _cast_together([*weights, *biases], dtype)
+        packed = cast[0].as_strided((sum(rows), x.shape[-1]), (x.shape[-1], 1))
+        bias = cast[len(weights)].as_strided((sum(rows),), (1,)) if biases else None
     return F.linear(wide, packed, bias), wide, packed, _Packed(_dtypes(affines), x.dtype, rows)
 
 

@@ -22,6 +22,16 @@ def _layer() -> Any:
     return forward
 
 
+def _encoder() -> Any:
+    def forward(self: Any, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        if not om.is_enabled():
+            return type(self).forward(self, hidden, attention_mask)
+        with om.cast_weights(self):
+            return type(self).forward(self, hidden, attention_mask)
+
+    return forward
+
+
 def _masked_lm() -> Any:
     def forward(self: Any, input_ids: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None) -> ModelOutput:
         if labels is None or not self.training or not om.is_enabled() or head.why_not_masked(self.cls):
@@ -37,6 +47,8 @@ def swaps(path: str, module: nn.Module) -> Swap | None:
     kind = class_name(module)
     if kind == "ops_nn.models.bert.BertLayer":
         return Swap(path, module, _layer(), "layer", {"attention": module.attention, "": module})
+    if kind == "ops_nn.models.bert.BertEncoder":
+        return Swap(path, module, _encoder(), "weights cast together under autocast", {})
     if kind == "ops_nn.models.bert.BertForMaskedLM":
         return Swap(path, module, _masked_lm(), "head and loss over labelled tokens", {"cls": module.cls}, head.why_not_masked(module.cls))  # type: ignore[arg-type]
     return None

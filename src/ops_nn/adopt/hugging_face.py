@@ -147,7 +147,8 @@ def _causal_lm(cls: type) -> Any:
         labels = call.pop("labels")
         options = {name: call.pop(name) for name in _LOSS_OPTIONS if name in call}
         call.setdefault("use_cache", False)
-        hidden = self.model(**call)[0]
+        with om.cast_weights(self.model):
+            hidden = self.model(**call)[0]
         return _output(self, "CausalLMOutputWithPast", _causal_loss(self, hidden, labels, options))
 
     return _signed_as(cls, forward)
@@ -160,7 +161,8 @@ def _masked_lm(cls: type) -> Any:
             return type(self).forward(self, *args, **kwargs)
         labels = call.pop("labels")
         rows = head.labelled_rows(labels)
-        hidden = self.bert(**call)[0]
+        with om.cast_weights(self.bert):
+            hidden = self.bert(**call)[0]
         return _output(self, "MaskedLMOutput", head.masked_loss(hidden, self.cls.predictions, labels, rows))
 
     return _signed_as(cls, forward)

@@ -29,7 +29,8 @@ def _model() -> Any:
         if not om.is_enabled():
             return type(self).forward(self, input_ids)
         x = self.embed_tokens(input_ids)
-        x = chain.run(self.layers, x, position_embeddings=self.rotary_emb(x))
+        with om.cast_weights(self):
+            x = chain.run(self.layers, x, position_embeddings=self.rotary_emb(x))
         return om.residual_norm(x, self.norm) if isinstance(x, tuple) else self.norm(x)
 
     return forward
