@@ -249,3 +249,21 @@ def test_a_frozen_schedule_refuses_to_calibrate():
     with schedule.freeze(), pytest.raises(UnsupportedError, match=r"^schedule: calibrate: the schedule is frozen\. Leave the `with`"):
         om.calibrate(a_step())
     assert LIVE.frozen == ""
+
+
+def test_a_calibration_says_how_often_the_model_alone_would_have_been_right():
+    found = om.calibrate(a_step(), seconds=2, save=False)
+    assert 0 <= found.model_close <= 6
+    assert f"within 10 % of the fastest in {found.model_close} of 6" in str(found)
+    operator = catalog.operators()["softmax"]
+    vendor = next(i for i in operator.implementations() if i.name == "vendor")
+    x = torch.randn(64, 64)
+    honest = vendor.launcher("fwd")
+    vendor.replaced["fwd"] = lambda *args: (time.sleep(0.005), honest(*args))[1]
+    try:
+        slow = om.calibrate(lambda: om.softmax(x), seconds=1, save=False)
+    finally:
+        vendor.replaced.clear()
+        operator.forget()
+    assert slow.measurements[0].winner == "eager"
+    assert slow.model_close == 0, "the model trusts what PASSES says of the vendor"

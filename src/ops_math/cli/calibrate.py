@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ops_math import checks, schedule
+from ops_math.backends import kernel_cache
 from ops_nn.adopt import adopt
 from ops_nn.models import PRESETS, build
 
@@ -52,6 +53,9 @@ def calibrate(
     seconds: Annotated[float, typer.Option(help="Time for measuring [s].")] = 60.0,
     anew: Annotated[bool, typer.Option("--anew", help="Measure problems again that are in the record.")] = False,
     export: Annotated[Path | None, typer.Option(help="Write the record to this file too.")] = None,
+    kernel_cache_gib: Annotated[
+        float, typer.Option("--kernel-cache", help="Most that Triton's folder of compiled kernels may hold [GiB]; those unused longest go.")
+    ] = 8.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
 ) -> None:
     """Measure every problem of a model's training step, and keep in the user's cache folder which implementation is fastest."""
@@ -60,6 +64,8 @@ def calibrate(
     for name, value in (("--batch", batch), ("--seq", seq)):
         if value is not None:
             checks.positive("calibrate", name, value)
+    if not kernel_cache_gib >= 0:
+        checks.fail("calibrate", "--kernel-cache", "at least 0", str(kernel_cache_gib), "Give gibibytes.")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     autocast = dtype != "fp32" and not parameters
     step = step_of(model, batch or PRESETS[model].batch, seq or PRESETS[model].seq, dtype, autocast, place)
@@ -71,10 +77,16 @@ def calibrate(
             bar.update(task, description=words[:100], completed=done, total=total)
 
         found = schedule.calibrate(step, seconds=seconds, anew=anew, progress=tell)
+    trimmed = kernel_cache.trim(int(kernel_cache_gib * 2**30))
+    if trimmed.removed:
+        console.print(f"removed {trimmed.removed} compiled kernels, {(trimmed.before - trimmed.after) / 2**30:.2f} GiB")
     if export is not None:
         schedule.export(export)
     if as_json:
         rows = [{**m._asdict(), "ties": list(m.ties)} for m in found.measurements]
-        sys.stdout.write(json.dumps({"measurements": rows, "known": found.known, "skipped": found.skipped}, indent=2) + "\n")
+        sys.stdout.write(
+            json.dumps({"measurements": rows, "known": found.known, "skipped": found.skipped, "model_close": found.model_close}, indent=2)
+            + "\n"
+        )
     else:
         Console().print(str(found), highlight=False, markup=False, soft_wrap=True)

@@ -13,30 +13,35 @@ from ops_math import backends, checks, settings
 from ops_math.schedule import live
 from ops_math.schedule.agree import agree, this_device
 from ops_math.schedule.ceilings import measure_ceilings
-from ops_math.schedule.choose import predict_us
+from ops_math.schedule.choose import choose, predict_us
 from ops_math.schedule.collect import Collector, Met
 from ops_math.schedule.identity import identity_of
 from ops_math.schedule.measure import Limits, NotMeasuredError, measure
-from ops_math.schedule.record import Measurement, bucket, from_row, to_row
+from ops_math.schedule.record import EMPTY, Measurement, bucket, from_row, label, to_row
 from ops_math.schedule.trial import CandidateFailedError, DeviceHungError
 
 Progress = Callable[[str, int, int], None]  # what is being done, how many problems are done, of how many
 KEPT_BYTES = 8 << 30
 LEAST_SECONDS, MOST_SECONDS = 0.3, 4.0  # for one problem
+CLOSE = 1.1  # of the fastest
 
 
 class Calibration(NamedTuple):
-    """What `calibrate` found. `measurements` are new; `known` problems had been measured before; `skipped` were not, with the reason."""
+    """What `calibrate` found. `measurements` are new; `known` problems had been measured before; `skipped` were not, with the reason.
+    `model_close` counts the measurements in which the model alone, without any, would have been within 10 % of the fastest."""
 
     measurements: tuple[Measurement, ...]
     known: int
     skipped: tuple[tuple[str, str], ...]
     seconds: float
+    model_close: int
 
     def __str__(self) -> str:
         if not (self.measurements or self.known or self.skipped):
             return "the step met no operator of ops_math"
         lines = [f"{len(self.measurements)} problems measured, {self.known} known before, in {self.seconds:.1f} s"]
+        if self.measurements:
+            lines.append(f"the model alone would have been within 10 % of the fastest in {self.model_close} of {len(self.measurements)}")
         for m in self.measurements:
             lines.append(f"{m.op} {m.phase} {m.problem}: {m.winner}, {m.times_us[m.winner]:.1f} us" + (" (a tie)" if m.ties else ""))
             lines += [f"  refused {name}: {why}" for name, why in m.refused.items()]
@@ -79,12 +84,23 @@ def calibrate(
     ensure_ceilings({one.device for one in met}, save)
     wanted = [one for one in met if anew or not _known(one)]
     found, skipped = _measure_all(_by_weight(wanted), seconds, memory_gib, progress or (lambda words, done, total: None))
-    _take(found, save)
-    return Calibration(tuple(m for _, m in found), len(met) - len(wanted), tuple(skipped), time.perf_counter() - start)
+    close = sum(_model_is_close(one, m) for one, m in found)
+    _take([(one.device, m) for one, m in found], save)
+    return Calibration(tuple(m for _, m in found), len(met) - len(wanted), tuple(skipped), time.perf_counter() - start, close)
 
 
 def _policy() -> settings.Policy:
     return settings.policy()._replace(determinism=settings.determinism_level(), forced=())
+
+
+def _model_is_close(one: Met, found: Measurement) -> bool:
+    """Whether what the roofline chooses, with neither shipped nor local measurements, was nearly the fastest."""
+    operator, device = live.LIVE.operators[one.op], backends.device_of(one.device)
+    bare = EMPTY._replace(ceilings=live.record_for(device).ceilings)
+    cost = operator.cost(one.problem, one.phase)
+    choice = choose(operator.implementations(), one.problem, cost, found.dtype, one.phase, device, _policy(), bare)
+    taken = found.times_us.get(label(choice.implementation.name, choice.config))
+    return taken is not None and taken <= CLOSE * min(found.times_us.values())
 
 
 def _known(one: Met) -> bool:
@@ -115,9 +131,9 @@ def _by_weight(met: Sequence[Met]) -> list[Met]:
 
 def _measure_all(
     wanted: Sequence[Met], seconds: float, memory_gib: float | None, progress: Progress
-) -> tuple[list[tuple[torch.device, Measurement]], list[tuple[str, str]]]:
+) -> tuple[list[tuple[Met, Measurement]], list[tuple[str, str]]]:
     """Measure in this order until the time is over; the words say what was not."""
-    found: list[tuple[torch.device, Measurement]] = []
+    found: list[tuple[Met, Measurement]] = []
     skipped: list[tuple[str, str]] = []
     end = time.perf_counter() + seconds
     hung = ""
@@ -138,7 +154,7 @@ def _measure_all(
                 live.LIVE.operators[one.op], one.phase, args, limits=limits, policy=_policy(),
                 progress=lambda words, one=one, done=done: progress(f"{one.op} {one.phase}: {words}", done, len(wanted)),  # type: ignore[misc]
             )  # fmt: skip
-            found.append((one.device, measured))
+            found.append((one, measured))
         except DeviceHungError as error:
             hung = str(error)
             skipped.append((name, hung))

@@ -40,6 +40,9 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     for dtype in (torch.bfloat16, torch.float32):
         a = torch.randn(size.width, size.width, device=device, dtype=torch.float32).to(dtype)
         rates[dtype] = 2 * size.width**3 / _median_us(functools.partial(torch.mm, a, a), device) / 1e6
+    del a
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # gigabytes that a training step may want
     return Ceilings(
         round(2 * size.copied / copy_us / 1e3, 2), round(rates[torch.bfloat16], 4), round(rates[torch.float32], 4), _launch_us(device)
     )

@@ -15,6 +15,7 @@ import torch
 
 from ops_math import backends, settings
 from ops_math.schedule import accuracy
+from ops_math.schedule.ceilings import synchronize
 from ops_math.schedule.choose import Able, configurations, sort_candidates
 from ops_math.schedule.identity import source_of
 from ops_math.schedule.live import Operator, record_for
@@ -62,6 +63,7 @@ class Bench:
         self.torch_device = args[0].device
         self.device = backends.device_of(self.torch_device)
         self.trial = Trial(self.torch_device)
+        synchronize(self.torch_device)  # the trial's thread has a stream of its own, and the arguments must be there
 
     def launch(self, pair: Pair, problem: Any = None, args: Sequence[Any] | None = None) -> tuple[torch.Tensor, ...]:
         """Run a candidate once; an operator that writes in place gets a copy to write into."""
@@ -224,12 +226,13 @@ def _first_impressions(
 
 def _checked(bench: Bench, pair: Pair, oracle: accuracy.Oracle) -> str | None:
     """Run a candidate once; what is wrong with its numbers or its use of memory, or None."""
-    gpu, limit = bench.torch_device.type == "cuda", bench.limits.memory_gib
-    if gpu:
+    limit = bench.limits.memory_gib
+    watched = bench.torch_device.type == "cuda" and limit is not None
+    if watched:
         torch.cuda.reset_peak_memory_stats(bench.torch_device)
         base = torch.cuda.memory_allocated(bench.torch_device)
     results = bench.launch(pair)
-    if gpu and limit is not None:
+    if watched and limit is not None:
         own = sum(r.numel() * r.element_size() for r in results)
         extra = (torch.cuda.max_memory_allocated(bench.torch_device) - base - own) / 2**30
         if extra > limit:
