@@ -188,6 +188,7 @@ assert len(found.measurements) == 2, str(found)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_that_calibrate_at_once_both_end_with_one_valid_file(cache):
     environment = {**os.environ, "OPS_MATH_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error::ops_math.schedule.ScheduleWarning", "-c"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # each starts two processes
 ROOT = Path(__file__).resolve().parents[2]
 
 SETUP = """

@@ -168,6 +168,7 @@ for n in range(25):
 """
 
 
+@pytest.mark.slow
 def test_many_processes_write_one_file_and_nothing_is_lost(tmp_path):
     path = tmp_path / HERE.file_name
     root = Path(__file__).resolve().parents[2]

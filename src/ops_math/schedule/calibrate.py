@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from ops_math import backends, checks, settings
 from ops_math.schedule import live
 from ops_math.schedule.agree import agree, this_device
+from ops_math.schedule.apart import Apart
 from ops_math.schedule.ceilings import measure_ceilings
 from ops_math.schedule.choose import choose, predict_us
 from ops_math.schedule.collect import Collector, Met
@@ -56,6 +58,8 @@ def calibrate(
     anew: bool = False,
     progress: Progress | None = None,
     memory_gib: float | None = None,
+    apart: bool | None = None,
+    modules: Sequence[str] = (),
 ) -> Calibration:
     """Run one step, measure the problems that it meets, and use what is fastest from then on.
 
@@ -66,6 +70,9 @@ def calibrate(
         anew: measure known problems too; a recorded winner then stays unless another is clearly faster.
         progress: called with what is being done, how many problems are done, and of how many; the library itself prints nothing.
         memory_gib: most memory [GiB] that a candidate may take beyond its results on a GPU.
+        apart: measure in a process of its own, which a candidate that hangs the device or ends its process takes with it, and nothing
+            else; by default on a GPU, where no other remedy exists. The arguments and that process need memory beside the step's.
+        modules: what such a process imports first, e.g. modules that register operators of your own.
 
     Returns: a `Calibration`; `str()` of it is a table. A candidate that fails, hangs, gives wrong numbers or takes too much memory is
     skipped and named there.
@@ -83,7 +90,13 @@ def calibrate(
     met = _mine(list(collector.met.values()))
     ensure_ceilings({one.device for one in met}, save)
     wanted = [one for one in met if anew or not _known(one)]
-    found, skipped = _measure_all(_by_weight(wanted), seconds, memory_gib, progress or (lambda words, done, total: None))
+    tell = progress or (lambda words, done, total: None)
+    if apart or (apart is None and any(one.device.type == "cuda" for one in wanted)):
+        _give_memory_back({one.device for one in wanted})
+        with Apart(modules) as child:
+            found, skipped = _measure_all(_by_weight(wanted), seconds, memory_gib, tell, child)
+    else:
+        found, skipped = _measure_all(_by_weight(wanted), seconds, memory_gib, tell, None)
     close = sum(_model_is_close(one, m) for one, m in found)
     _take([(one.device, m) for one, m in found], save)
     return Calibration(tuple(m for _, m in found), len(met) - len(wanted), tuple(skipped), time.perf_counter() - start, close)
@@ -130,7 +143,7 @@ def _by_weight(met: Sequence[Met]) -> list[Met]:
 
 
 def _measure_all(
-    wanted: Sequence[Met], seconds: float, memory_gib: float | None, progress: Progress
+    wanted: Sequence[Met], seconds: float, memory_gib: float | None, progress: Progress, child: Apart | None
 ) -> tuple[list[tuple[Met, Measurement]], list[tuple[str, str]]]:
     """Measure in this order until the time is over; the words say what was not."""
     found: list[tuple[Met, Measurement]] = []
@@ -149,12 +162,8 @@ def _measure_all(
         share = min(max(left / (len(wanted) - done), LEAST_SECONDS), MOST_SECONDS)
         limits = Limits(share, max(10 * share, 20.0), memory_gib)
         try:
-            args = one.args_on_device()
-            measured = measure(
-                live.LIVE.operators[one.op], one.phase, args, limits=limits, policy=_policy(),
-                progress=lambda words, one=one, done=done: progress(f"{one.op} {one.phase}: {words}", done, len(wanted)),  # type: ignore[misc]
-            )  # fmt: skip
-            found.append((one, measured))
+            tell = functools.partial(_tell, progress, f"{one.op} {one.phase}", done, len(wanted))
+            found.append((one, _measure_one(one, limits, tell, child)))
         except DeviceHungError as error:
             hung = str(error)
             skipped.append((name, hung))
@@ -162,6 +171,25 @@ def _measure_all(
             skipped.append((name, str(error)))
     progress("done", len(wanted), len(wanted))
     return found, skipped
+
+
+def _tell(progress: Progress, what: str, done: int, total: int, words: str) -> None:
+    progress(f"{what}: {words}", done, total)
+
+
+def _measure_one(one: Met, limits: Limits, tell: Callable[[str], None], child: Apart | None) -> Measurement:
+    """Measure here, or in the child."""
+    if child is None:
+        return measure(live.LIVE.operators[one.op], one.phase, one.args_on_device(), limits=limits, policy=_policy(), progress=tell)
+    assert one.args is not None
+    record = live.record_for(backends.device_of(one.device))
+    return child.measure(one.op, one.phase, one.args, one.device, limits, _policy(), record, tell)
+
+
+def _give_memory_back(devices: set[torch.device]) -> None:
+    """Free what this process's allocator holds and does not use: another process will want it."""
+    if any(device.type == "cuda" for device in devices):
+        torch.cuda.empty_cache()
 
 
 def ensure_ceilings(devices: set[torch.device], save: bool) -> None:

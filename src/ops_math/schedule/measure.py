@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -143,6 +143,7 @@ def measure(
     policy: Policy | None = None,
     record: Record | None = None,
     progress: Callable[[str], None] | None = None,
+    left_out: Mapping[str, str] | None = None,
 ) -> Measurement:
     """Time the candidates of one call on its device, each checked before it is timed.
 
@@ -154,6 +155,7 @@ def measure(
         policy: by default the one in force. Nothing that was forced counts.
         record: whose ceilings predict, and whose winner is the incumbent; by default the process's own.
         progress: is told in a few words what is being done.
+        left_out: labels of candidates that are not to be run, with the reason.
 
     Returns: the measurement; it is not recorded.
 
@@ -169,6 +171,7 @@ def measure(
     if not able:
         raise NotMeasuredError("no implementation can run it")
     tried, refused = worth_trying(able)
+    refused |= left_out or {}
     say = progress or (lambda words: None)
     try:
         with torch.no_grad():
@@ -202,7 +205,7 @@ def _first_impressions(
     seen: set[str] = set()
     spent = 0.0
     for pair in bench.pairs(tried):
-        if pair.candidate.name in seen and spent > TRIALS_SHARE * bench.limits.seconds:
+        if pair.name in refused or (pair.candidate.name in seen and spent > TRIALS_SHARE * bench.limits.seconds):
             continue
         seen.add(pair.candidate.name)
         say(pair.name)
