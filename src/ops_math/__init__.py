@@ -7,7 +7,8 @@ from ops_math import schedule
 from ops_math._version import __version__
 from ops_math.blocks.casts import cast_weights
 from ops_math.blocks.recognise import PartReport, part_of
-from ops_math.blocks.residual import Unsummed, residual_attention, residual_mlp, residual_norm
+from ops_math.blocks.residual import residual_attention, residual_mlp, residual_norm
+from ops_math.blocks.streams import Narrowed, Unsummed
 from ops_math.catalog import public_functions as _public_functions
 from ops_math.checks import ArgumentError, BudgetError, UnsupportedError
 from ops_math.debug import debug
@@ -31,6 +32,7 @@ from ops_math.stats import reset_stats, stats
 __all__ = [
     "ArgumentError",
     "BudgetError",
+    "Narrowed",
     "PartReport",
     "Rng",
     "Unsummed",

@@ -153,10 +153,67 @@ def test_a_product_of_heads_closes_as_that_of_rows(heads_first):
     w, b, g, s = torch.randn(8, 16, **wide), torch.randn(8, **wide), torch.randn(8, **wide), torch.randn(8, **wide)
     ending = closing.Ending(norms.Norm(LAYER_NORM, g, s, 1e-5), x, 0.0, None, False)
     given = a.transpose(1, 2) if heads_first else a.flatten(-2)
-    ours = closing.close_product(given, (w, b), ending, heads_first)
+    closed = closing.close_product(given, (w, b), ending, heads_first)
+    assert closed.narrow is None
+    ours = closed.total, closed.y
     total = x + torch.nn.functional.linear(a.flatten(-2), w, b)
     plain = total, torch.nn.functional.layer_norm(total, (8,), g, s)
     dys = [torch.randn_like(y) for y in plain]
     for mine, theirs in zip([*ours, *torch.autograd.grad(ours, [a, x, w, b, g, s], dys)],
                             [*plain, *torch.autograd.grad(plain, [a, x, w, b, g, s], dys)], strict=True):  # fmt: skip
         torch.testing.assert_close(mine, theirs)
+
+
+def test_a_narrowed_stream_is_the_stream_and_its_cast():
+    layer, x, found = encoder(norm_first=False), torch.randn(2, 6, 32), []
+    for narrow in (True, False):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16), om.force(layer_norm="eager"):  # PyTorch's own stores no second copy
+            h = om.residual_attention(leaf, layer.norm1, layer, norm_first=False, narrow=narrow)
+            assert isinstance(h, om.Narrowed) == narrow
+            if narrow:
+                assert (h.x.dtype, h.narrow.dtype) == (torch.float32, torch.bfloat16)
+                assert torch.equal(h.narrow, h.x.bfloat16())
+            y = om.residual_mlp(h, layer.norm2, layer, norm_first=False)
+        y.sin().sum().backward()
+        found.append([y, leaf.grad, *(p.grad for p in layer.parameters())])
+    assert torch.equal(found[0][0], found[1][0])
+    for a, b in zip(*found, strict=True):  # the two gradients of the stream are summed in fp32 either way, here without a rounding between
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
+
+
+def test_a_module_that_runs_as_it_is_takes_the_stream_itself():
+    class Own(nn.Module):
+        def forward(self, h):
+            assert h.dtype == torch.float32
+            return h * 2
+
+    layer, x = encoder(norm_first=False), torch.randn(2, 6, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        h = om.residual_attention(x, layer.norm1, layer, norm_first=False, narrow=True)
+        om.residual_mlp(h, layer.norm2, Own(), norm_first=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"narrow": True}, "norm_first must be False with narrow=True or a Narrowed pair; got True with narrow=True"),
+        ({"narrow": True, "norm_first": False, "next_norm": nn.LayerNorm(32)}, "narrow must be False with next_norm; got True"),
+    ],
+)
+def test_options_that_exclude_each_other(options, words):
+    layer = encoder(norm_first=options.get("norm_first", True))
+    with pytest.raises(om.ArgumentError, match=words):
+        om.residual_mlp(torch.randn(2, 6, 32), layer.norm2, layer, **options)
+
+
+def test_a_debugger_sees_one_tensor_in_and_one_out():
+    layer, x = encoder(norm_first=False), torch.randn(2, 6, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        h = om.residual_attention(x, layer.norm1, layer, norm_first=False, narrow=True)
+        with om.debug(on_error="raise") as debugger:
+            y = om.residual_mlp(h, layer.norm2, layer, norm_first=False, narrow=True)
+            assert isinstance(y, torch.Tensor)
+            y.sum().backward()
+    assert len(debugger.report().rows) > 5

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ops_math import settings
-from ops_math.blocks.closing import Ending, close_product
+from ops_math.blocks.closing import Closed, Ending, close_product
 from ops_math.blocks.parts import Part
 from ops_math.blocks.products import Affine, packed_heads, packed_product, packs, product_dtype, products
 from ops_math.ops.attention import op_drawn
@@ -296,8 +296,8 @@ def can_close(heads: Heads, options: Options) -> bool:
     return heads.batch_first or options.cu_seqlens is not None
 
 
-def close(heads: Heads, options: Options, h: torch.Tensor, rng: Rng | None, ending: Ending) -> tuple[torch.Tensor, torch.Tensor]:
-    """(s, norm(s)) with s = residual + dropout(branch) of normalised input `h`, in as few autograd nodes as can be."""
+def close(heads: Heads, options: Options, h: torch.Tensor, rng: Rng | None, ending: Ending) -> Closed:
+    """norm(s) and s, with s = residual + dropout(branch) of normalised input `h`, in as few autograd nodes as can be."""
     if _draws(heads, options, h, rng):
         q, k, v = packed_heads(h, heads.projections, heads.head_dim)
         out = op_drawn.attend_heads(q, k, v, bool(heads.causal), op_drawn.default_scale(heads.head_dim, heads.scale), heads.dropout_p)

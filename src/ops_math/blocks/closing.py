@@ -7,6 +7,7 @@ M rows, K width of the product's input, N width of the residual stream.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from ops_math.blocks import norms, products
 from ops_math.blocks.products import Affine
 from ops_math.dispatch import apply, needs_grad, store_dtype
-from ops_math.ops.layer_norm.op import OP as LAYER_NORM
+from ops_math.ops.layer_norm import op as layer_norm
 from ops_math.ops.rms_norm.op import OP as RMS_NORM
 from ops_math.rng import Rng, state_for
 
@@ -26,7 +27,7 @@ Tensor = torch.Tensor
 class Ending(NamedTuple):
     """What follows a branch: s = residual + dropout(branch), y = norm(s).
 
-    `stream` says that y is the residual stream (post-norm), and keeps its dtype.
+    `stream` says that y is the residual stream (post-norm), and keeps its dtype; `narrow` that a copy in autocast's is wanted too.
     """
 
     norm: norms.Norm
@@ -34,6 +35,15 @@ class Ending(NamedTuple):
     dropout_p: float
     rng: Rng | None
     stream: bool
+    narrow: bool = False
+
+
+class Closed(NamedTuple):
+    """y, s, and y in autocast's dtype where that was asked for and is another."""
+
+    y: Tensor
+    total: Tensor
+    narrow: Tensor | None = None
 
 
 class _Rule(NamedTuple):
@@ -45,6 +55,7 @@ class _Rule(NamedTuple):
     dropout_p: float
     bias_in_norm: bool  # whether the norm's kernel adds the bias of the last product, and sums its gradient
     out: torch.dtype
+    narrow: torch.dtype | None
     product: torch.dtype | None
 
 
@@ -57,48 +68,39 @@ def _rule(ending: Ending, a: Tensor) -> _Rule:
     norm = ending.norm
     product = products.product_dtype(a)
     out = ending.residual.dtype if ending.stream else (product or store_dtype(a))
-    return _Rule(norm.kind, norm.eps, norm.weight_offset, ending.dropout_p, norms.adds_bias(norm.kind, a), out, product)
-
-
-class _Sum(NamedTuple):
-    """What the backward of sum and norm needs besides tensors."""
-
-    rule: _Rule
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]  # of the branch, the norm's bias and the product's bias
-    residual: torch.dtype
+    copy = ending.narrow and norm.kind == "layer_norm" and product is not None and product != out
+    in_norm = norms.adds_bias(norm.kind, a)
+    return _Rule(norm.kind, norm.eps, norm.weight_offset, ending.dropout_p, in_norm, out, product if copy else None, product)
 
 
 def _sum_and_norm(
     rule: _Rule, branch: Tensor, residual: Tensor, weight: Tensor | None, shift: Tensor | None, bias: Tensor | None, state: Tensor | None
-) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...], _Sum]:
-    """y, s, and what the backward needs."""
-    dtypes = tuple(branch.dtype if t is None else t.dtype for t in (branch, shift, bias))
-    kept = _Sum(rule, dtypes, residual.dtype)  # type: ignore[arg-type]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], layer_norm.Sum]:
+    """y, s and perhaps a narrow copy of y; what the backward needs."""
+    shift_dtype, bias_dtype = (branch.dtype if t is None else t.dtype for t in (shift, bias))
+    kept = layer_norm.Sum(branch.dtype, shift_dtype, bias_dtype, residual.dtype, rule.out, rule.dropout_p)
     if rule.kind == "rms_norm":
         y, total, rstd = RMS_NORM.fwd(branch, residual, weight, rule.eps, rule.offset, rule.out)
-        return y, total, (total, weight, None, rstd, None), kept
-    y, total, mean, rstd = LAYER_NORM.fwd(branch, residual, weight, shift, bias, state, rule.eps, rule.dropout_p, rule.out)
-    return y, total, (total, weight, mean, rstd, state), kept
+        return (y, total), (total, weight, None, rstd, None), kept
+    y, total, mean, rstd, copy = layer_norm.OP.fwd(
+        branch, residual, weight, shift, bias, state, rule.eps, rule.dropout_p, rule.out, rule.narrow
+    )
+    return (y, total) if rule.narrow is None else (y, total, copy), (total, weight, mean, rstd, state), kept
 
 
 def _sum_and_norm_backward(
-    kept: _Sum, saved: tuple[Any, ...], dy: Tensor | None, dsum: Tensor | None, needed: tuple[bool, ...]
+    rule: _Rule, kept: layer_norm.Sum, saved: Sequence[Any], dys: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of branch, residual, the norm's weight and bias, and the product's bias where the norm adds it."""
-    total, weight, mean, rstd, state = saved
-    rule = kept.rule
+    dy, dsum, dcopy = (*dys, None)[:3]
+    if rule.kind == "layer_norm":
+        return layer_norm.sum_backward(kept, saved, dy, dcopy, dsum, needed)
+    total, weight, _, rstd, _ = saved
+    need_branch, need_residual, need_dw, _, _ = needed
     dy = torch.zeros_like(total, dtype=rule.out) if dy is None else dy
-    need_branch, need_residual, need_dw, need_db, need_bias = needed
-    if rule.kind == "rms_norm":
-        dtotal, dw = RMS_NORM.bwd(dy, dsum, total, weight, rstd, rule.eps, rule.offset, need_branch or need_residual, need_dw)
-        dbranch = dtotal.to(kept.dtypes[0]) if need_branch else None
-        return dbranch, dtotal.to(kept.residual) if need_residual else None, dw if need_dw else None, None, None
-    differs = state is not None or kept.dtypes[0] != total.dtype
-    need = need_residual or (need_branch and not differs), need_branch and differs, need_dw, need_db, need_bias
-    dtotal, dbranch, dw, db, dbias = LAYER_NORM.bwd(dy, dsum, total, weight, mean, rstd, state, *kept.dtypes, rule.dropout_p, *need)
-    dresidual = dtotal if dtotal.dtype == kept.residual else dtotal.to(kept.residual)
-    found = dbranch if differs else dtotal, dresidual, dw, db, dbias
-    return tuple(g if wanted else None for g, wanted in zip(found, needed, strict=True))
+    dtotal, dw = RMS_NORM.bwd(dy, dsum, total, weight, rstd, rule.eps, rule.offset, need_branch or need_residual, need_dw)
+    dbranch = dtotal.to(kept.x) if need_branch else None
+    return dbranch, dtotal.to(kept.residual) if need_residual else None, dw if need_dw else None, None, None
 
 
 class _Product(torch.autograd.Function):
@@ -108,27 +110,28 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, rule: _Rule, heads_first: bool, a: Tensor, residual: Tensor, w: Tensor, b: Tensor | None, weight: Tensor | None,
         shift: Tensor | None, state: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.form = a.shape if heads_first else None
         flat = a.transpose(1, 2).reshape(-1, w.shape[1]) if heads_first else a.reshape(-1, w.shape[1])
         narrow, w_cast = products.as_dtype(flat, rule.product), products.cast_weight(w, rule.product)
         b_cast = None if rule.bias_in_norm else products.cast_weight(b, rule.product)
         branch = F.linear(narrow, w_cast, b_cast).view(residual.shape)
-        y, total, saved, ctx.kept = _sum_and_norm(rule, branch, residual, weight, shift, b if rule.bias_in_norm else None, state)
+        results, saved, ctx.kept = _sum_and_norm(rule, branch, residual, weight, shift, b if rule.bias_in_norm else None, state)
         ctx.save_for_backward(narrow, w_cast, *saved)
         ctx.set_materialize_grads(False)
+        ctx.rule = rule
         ctx.dtypes = a.dtype, a.shape, w.dtype, None if b is None else b.dtype
-        return y, total
+        return results
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
         a, w, *saved = ctx.saved_tensors
         _, _, need_a, need_residual, need_w, need_b, need_weight, need_shift, _ = ctx.needs_input_grad
         a_dtype, a_shape, w_dtype, b_dtype = ctx.dtypes
-        in_norm, needs_branch = ctx.kept.rule.bias_in_norm, need_a or need_w or need_b
+        in_norm, needs_branch = ctx.rule.bias_in_norm, need_a or need_w or need_b
         needed = needs_branch, need_residual, need_weight, need_shift, need_b and in_norm
-        dbranch, dresidual, dweight, dshift, db = _sum_and_norm_backward(ctx.kept, tuple(saved), dy, dsum, needed)
+        dbranch, dresidual, dweight, dshift, db = _sum_and_norm_backward(ctx.rule, ctx.kept, saved, dys, needed)
         da = dw = None
         if dbranch is not None:
             dy_MN = dbranch.view(-1, w.shape[0])
@@ -143,12 +146,11 @@ class _Product(torch.autograd.Function):
         return None, None, da, dresidual, dw, db, dweight, dshift, None
 
 
-def close_product(a: Tensor, last: Affine, ending: Ending, heads_first: bool = False) -> tuple[Tensor, Tensor]:
-    """(s, y) of a branch whose last product is `last` of `a` [..., K], or of `a` [B, H, S, D] where `heads_first`."""
+def close_product(a: Tensor, last: Affine, ending: Ending, heads_first: bool = False) -> Closed:
+    """The end of a branch whose last product is `last` of `a` [..., K], or of `a` [B, H, S, D] where `heads_first`."""
     rule, norm = _rule(ending, a), ending.norm
     state = state_for("residual", ending.rng, a.device) if ending.dropout_p else None
-    y, total = apply(_Product, rule, heads_first, a, ending.residual, *last, norm.weight, norm.bias, state)
-    return total, y
+    return Closed(*apply(_Product, rule, heads_first, a, ending.residual, *last, norm.weight, norm.bias, state))
 
 
 class _GeluMlp(torch.autograd.Function):
@@ -158,23 +160,24 @@ class _GeluMlp(torch.autograd.Function):
     def forward(
         ctx: Any, rule: _Rule, approximate: str, inner_p: float, inner_state: Tensor | None, x: Tensor, residual: Tensor, w1: Tensor,
         b1: Tensor | None, w2: Tensor, b2: Tensor | None, weight: Tensor | None, shift: Tensor | None, state: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         last = (w2, None if rule.bias_in_norm else b2)
         branch, kept = products.gelu_mlp_forward(x, rule.product, approximate, inner_state, inner_p, (w1, b1), last)
-        y, total, saved, ctx.kept = _sum_and_norm(rule, branch, residual, weight, shift, b2 if rule.bias_in_norm else None, state)
+        results, saved, ctx.kept = _sum_and_norm(rule, branch, residual, weight, shift, b2 if rule.bias_in_norm else None, state)
         ctx.save_for_backward(*kept, *saved)
         ctx.set_materialize_grads(False)
+        ctx.rule = rule
         ctx.options = products.GeluMlp(x.dtype, w1.dtype, w2.dtype, None if b2 is None else b2.dtype, approximate, inner_p)
-        return y, total
+        return results
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
         _, _, _, _, need_x, need_residual, need_w1, need_b1, need_w2, need_b2, need_weight, need_shift, _ = ctx.needs_input_grad
-        inside = need_x, need_w1, need_b1, need_w2, need_b2 and not ctx.kept.rule.bias_in_norm
-        needed = any(inside) or need_b2, need_residual, need_weight, need_shift, need_b2 and ctx.kept.rule.bias_in_norm
+        inside = need_x, need_w1, need_b1, need_w2, need_b2 and not ctx.rule.bias_in_norm
+        needed = any(inside) or need_b2, need_residual, need_weight, need_shift, need_b2 and ctx.rule.bias_in_norm
         saved = ctx.saved_tensors
-        dbranch, dresidual, dweight, dshift, db2 = _sum_and_norm_backward(ctx.kept, saved[6:], dy, dsum, needed)
+        dbranch, dresidual, dweight, dshift, db2 = _sum_and_norm_backward(ctx.rule, ctx.kept, saved[6:], dys, needed)
         dx = dw1 = db1 = dw2 = None
         if dbranch is not None:
             dx, dw1, db1, dw2, own = products.gelu_mlp_backward(ctx.options, saved[:6], dbranch, inside)
@@ -184,13 +187,12 @@ class _GeluMlp(torch.autograd.Function):
 
 def close_gelu_mlp(
     x: Tensor, first: Affine, last: Affine, approximate: str, inner_state: Tensor | None, inner_p: float, ending: Ending
-) -> tuple[Tensor, Tensor]:
-    """(s, y) of the branch `last(dropout(gelu(first(x))))` of `x` [..., K]."""
+) -> Closed:
+    """The end of the branch `last(dropout(gelu(first(x))))` of `x` [..., K]."""
     rule, norm = _rule(ending, x), ending.norm
     state = state_for("residual", ending.rng, x.device) if ending.dropout_p else None
     values = *first, *last, norm.weight, norm.bias, state
-    y, total = apply(_GeluMlp, rule, approximate, inner_p, inner_state, x, ending.residual, *values)
-    return total, y
+    return Closed(*apply(_GeluMlp, rule, approximate, inner_p, inner_state, x, ending.residual, *values))
 
 
 def records(ending: Ending, *tensors: Tensor | None) -> bool:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ops_math import settings
 from ops_math.blocks.attention import affine, drop_chance
-from ops_math.blocks.closing import Ending, close_gelu_mlp
+from ops_math.blocks.closing import Closed, Ending, close_gelu_mlp
 from ops_math.blocks.parts import Part
 from ops_math.blocks.products import Affine, gated_mlp, gelu_mlp, products
 from ops_math.blocks.recognise import kind_of
@@ -127,8 +127,8 @@ def can_close(layers: Layers) -> bool:
     return layers.gate is None and layers.activation in ("gelu", "gelu_tanh")
 
 
-def close(layers: Layers, h: torch.Tensor, rng: Rng | None, ending: Ending) -> tuple[torch.Tensor, torch.Tensor]:
-    """(s, norm(s)) with s = residual + dropout(branch) of normalised input `h`, in one autograd node. Ask `can_close` first."""
+def close(layers: Layers, h: torch.Tensor, rng: Rng | None, ending: Ending) -> Closed:
+    """norm(s) and s, with s = residual + dropout(branch) of normalised input `h`, in one autograd node. Ask `can_close` first."""
     p = layers.inner_dropout_p
     state = state_for("residual_mlp", rng, h.device) if p else None
     return close_gelu_mlp(h, layers.up, layers.down, "tanh" if layers.activation == "gelu_tanh" else "none", state, p, ending)

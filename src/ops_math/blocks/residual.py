@@ -9,19 +9,13 @@ from torch import nn
 
 from ops_math import checks, settings
 from ops_math.blocks import as_it_is, attention, mlp, norms, recognise, replay
-from ops_math.blocks.closing import Ending, can_close, records
+from ops_math.blocks.closing import Closed, Ending, can_close, records
 from ops_math.blocks.parts import BLOCK_KEYWORDS
 from ops_math.blocks.products import Affine
+from ops_math.blocks.streams import Input, Narrowed, Unsummed
 from ops_math.ops.dropout.op import dropout
 from ops_math.rng import Rng
 from ops_math.stats import note as note_module
-
-
-class Unsummed(NamedTuple):
-    """x + branch, not yet summed: the block or norm that takes it fuses the sum with its own norm."""
-
-    x: torch.Tensor
-    branch: torch.Tensor
 
 
 class _Branch(NamedTuple):
@@ -33,9 +27,6 @@ class _Branch(NamedTuple):
     last: Affine
     dropout_p: float
     norm: Any
-
-
-Input = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | Unsummed
 
 
 def _note(site: str, what: str, reason: str) -> None:
@@ -92,7 +83,7 @@ def _opened(site: str, x: Input, norm: Any, around: _Norms) -> tuple[torch.Tenso
     """(x, norm(x)) for a tensor, an unsummed pair, or a pair that holds both already."""
     if isinstance(x, Unsummed):
         return around.after_sum(norm, x.branch, x.x, 0.0, None)
-    if isinstance(x, tuple):
+    if isinstance(x, tuple) and not isinstance(x, Narrowed):
         if norm is not None:
             checks.fail(
                 site,
@@ -101,6 +92,8 @@ def _opened(site: str, x: Input, norm: Any, around: _Norms) -> tuple[torch.Tenso
                 type(norm).__name__,
                 "The norm was applied by next_norm= of the call before.",
             )
+        return x
+    if isinstance(x, Narrowed):
         return x
     checks.floating(site, "x", x)
     return x, around.apply(norm, x)
@@ -124,8 +117,15 @@ def _closed(
     return around.after_sum(next_norm, branch, x, p, rng, bias)
 
 
-def _check_options(site: str, dropout_p: float, next_norm: Any, defer: bool, norm_first: bool) -> None:
+def _check_options(site: str, x: Input, options: _Options) -> None:
+    _, next_norm, defer, dropout_p, _, narrow = options
+    norm_first = options.norm_first
     checks.probability(site, "dropout_p", dropout_p)
+    if norm_first and (narrow or isinstance(x, Narrowed)):
+        got = "narrow=True" if narrow else "a Narrowed pair"
+        checks.fail(site, "norm_first", "False with narrow=True or a Narrowed pair", f"True with {got}", "Only a norm at the end narrows.")
+    if narrow and next_norm is not None:
+        checks.fail(site, "narrow", "False with next_norm", "True", "Leave one of them out.")
     if defer and (next_norm is not None or not norm_first):
         checks.fail(
             site, "defer", "False with next_norm or norm_first=False", "True", "The sum is fused with that norm already; leave defer out."
@@ -213,11 +213,12 @@ class _Options(NamedTuple):
     defer: bool
     dropout_p: float
     rng: Rng | None
+    narrow: bool
 
 
 def _block(kind: _Kind, x: Input, norm: Any, module: Any, options: _Options, kwargs: dict[str, Any]) -> Any:
     """Check, and run; under a debugger, run both ways."""
-    _check_options(kind.site, options.dropout_p, options.next_norm, options.defer, options.norm_first)
+    _check_options(kind.site, x, options)
     own = as_it_is.own_residual(module)
     if own is not None:
         _check_own(kind.site, norm, own, options.norm_first)
@@ -231,6 +232,7 @@ def _block(kind: _Kind, x: Input, norm: Any, module: Any, options: _Options, kwa
         )
     debugger, on = settings.STATE.debug, settings.active()
     if debugger is not None:
+        x, options = x.x if isinstance(x, Narrowed) else x, options._replace(narrow=False)  # one tensor in, one out: comparable
 
         def run(x: Input, rng: Rng | None, kwargs: dict[str, Any], compose: bool, values: bool) -> Any:
             return _run(kind, x, norm, module, options._replace(rng=rng), kwargs, own, compose, values)
@@ -246,20 +248,30 @@ def _block(kind: _Kind, x: Input, norm: Any, module: Any, options: _Options, kwa
 
 
 def _close(
-    around: _Norms, branch: _Branch, following: Any, stream: torch.Tensor, h: torch.Tensor, p: float, rng: Rng | None, norm_first: bool
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(s, norm(s)) of a branch that ends with a known norm, in one go; None where it must be done step by step, as it is where nothing
-    is recorded or a debugger looks at the operators one by one."""
+    around: _Norms, branch: _Branch, following: Any, stream: torch.Tensor, h: torch.Tensor, p: float, rng: Rng | None, options: _Options
+) -> Closed | None:
+    """The end of a branch with a known norm after it, in one go; None where it must be done step by step, as it is where nothing is
+    recorded or a debugger looks at the operators one by one."""
     if following is None or not settings.active() or (settings.STATE.debug is not None and not settings.STATE.debug.busy):
         return None
     found = around.values(following, stream)
     if found is None:
         return None
-    ending = Ending(found, stream, p, rng, not norm_first)
+    ending = Ending(found, stream, p, rng, not options.norm_first, options.narrow)
     weight, bias = branch.last
     if not can_close(ending, weight.shape[0]) or not records(ending, h, weight, bias):
         return None
     return branch.close(ending)
+
+
+def _ended(closed: Closed, options: _Options, around: _Norms) -> Any:
+    """What a closed block returns."""
+    y, total, narrow = closed
+    if options.norm_first:
+        return total, y
+    if narrow is not None:
+        return Narrowed(y, narrow)
+    return y if options.next_norm is None else (y, around.apply(options.next_norm, y))
 
 
 def _run(
@@ -274,12 +286,11 @@ def _run(
     following = next_norm if options.norm_first else (norm if own is None else own)
     own_p = 0.0 if branch is None else branch.dropout_p
     if branch is not None and branch.close is not None and not options.defer and not (own_p and dropout_p):
-        closed = _close(around, branch, following, stream, h, own_p or dropout_p, after if own_p else last, options.norm_first)
+        closed = _close(around, branch, following, stream, h, own_p or dropout_p, after if own_p else last, options)
         if closed is not None:
-            _, y = closed
-            return closed if options.norm_first else (y if next_norm is None else (y, around.apply(next_norm, y)))
+            return _ended(closed, options, around)
     split = compose and not options.defer and not (own_p and dropout_p) and norms.takes_bias(following, h)
-    value, bias = (kind.run(module, h, kwargs), None) if branch is None else branch.run(split)
+    value, bias = (kind.run(module, stream if isinstance(x, Narrowed) else h, kwargs), None) if branch is None else branch.run(split)
     if branch is None and own is not None:
         return value if next_norm is None else (value, around.apply(next_norm, value))
     if own_p and dropout_p:
@@ -301,6 +312,7 @@ def residual_attention(
     defer: bool = False,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
+    narrow: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Attention with its norm and its residual sum.
@@ -312,7 +324,7 @@ def residual_attention(
 
     Args:
         x: [B, S, C] (packed documents: [T, C] or [1, T, C]; as the module takes it); or a pair (x, norm(x)) from `next_norm=` of the
-            block before, with `norm=None`; or an `Unsummed` pair from `defer=True` of the block before.
+            block before, with `norm=None`; or an `Unsummed` pair from `defer=True` of the block before, or a `Narrowed` one.
         norm: RMSNorm or LayerNorm module; None for no norm, or for one that was applied.
         attn: attention module, or a TransformerEncoderLayer (its self_attn and dropout1), or BERT's attention, which holds its own
             residual sum and norm (`norm=None, norm_first=False`).
@@ -322,19 +334,20 @@ def residual_attention(
             each other's norms (sharded parameters).
         dropout_p: dropout of the branch before the sum, besides the module's own.
         rng: where all masks of the call come from; None draws keys from PyTorch's generator.
+        narrow: with `norm_first=False`, return a `Narrowed` pair for the next block where the result is wider than autocast's dtype.
         **kwargs: what the module's forward takes (position_embeddings, attention_mask, attn_mask, key_padding_mask, is_causal, ...),
             and for known modules also: causal, mask (additive, or True where a key is seen), key_padding_mask [B, S] (True at real
             tokens), window (left, right), position_ids, cu_seqlens [documents + 1] and max_seqlen for packed documents.
 
     Returns:
-        Of the shape of `x`; with `next_norm` the pair; with `defer` an `Unsummed`.
+        Of the shape of `x`; with `next_norm` the pair; with `defer` an `Unsummed`; with `narrow` perhaps a `Narrowed`.
 
     Precision: as the operators; the residual sum has the wider dtype of `x` and the branch.
     Determinism: as `attention`.
     Raises: ArgumentError for a pair with a norm, options that exclude each other, a BERT module with another norm.
     Source: Vaswani et al., 2017; Xiong et al., On Layer Normalization in the Transformer Architecture, 2020.
     """
-    return _block(_ATTENTION, x, norm, attn, _Options(norm_first, next_norm, defer, dropout_p, rng), kwargs)
+    return _block(_ATTENTION, x, norm, attn, _Options(norm_first, next_norm, defer, dropout_p, rng, narrow), kwargs)
 
 
 def residual_mlp(
@@ -347,6 +360,7 @@ def residual_mlp(
     defer: bool = False,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
+    narrow: bool = False,
     **kwargs: Any,
 ) -> Any:
     """A transformer's MLP with its norm and its residual sum.
@@ -359,7 +373,7 @@ def residual_mlp(
         mlp: a gated MLP (gate_proj, up_proj, down_proj), a Sequential of Linear, GELU or ReLU, Linear (with Dropout), a
             TransformerEncoderLayer (its linear1, activation, dropout, linear2, dropout2), or a BERT layer (its intermediate and output,
             which hold the residual sum and norm: `norm=None, norm_first=False`).
-        norm_first, next_norm, defer, dropout_p, rng: as in `residual_attention`.
+        norm_first, next_norm, defer, dropout_p, rng, narrow: as in `residual_attention`.
         **kwargs: what the module's forward takes.
 
     Returns:
@@ -370,7 +384,7 @@ def residual_mlp(
     Raises: as `residual_attention`.
     Source: as `residual_attention`; Shazeer, GLU Variants Improve Transformer, 2020.
     """
-    return _block(_MLP, x, norm, mlp, _Options(norm_first, next_norm, defer, dropout_p, rng), kwargs)
+    return _block(_MLP, x, norm, mlp, _Options(norm_first, next_norm, defer, dropout_p, rng, narrow), kwargs)
 
 
 def residual_norm(x: Input, norm: Any) -> torch.Tensor:

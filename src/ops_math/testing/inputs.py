@@ -76,10 +76,13 @@ def is_floating(value: Any) -> bool:
 def as_leaves(
     call: Call, frozen: Sequence[int | str], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[Call, dict[str, torch.Tensor]]:
-    """The call with each floating tensor changed and detached, requiring a gradient unless frozen; and those leaves by name."""
+    """The call with each floating tensor changed and detached, requiring a gradient unless frozen; and those leaves by name. Dtypes that
+    the call asks for are changed alike."""
     leaves: dict[str, torch.Tensor] = {}
 
     def one(key: int | str, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return change(torch.empty(0, dtype=value)).dtype
         if not is_floating(value):
             return value
         leaf = change(value.detach()).detach()

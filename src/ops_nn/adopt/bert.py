@@ -7,17 +7,17 @@ from typing import Any
 from torch import Tensor, nn
 
 import ops_math as om
-from ops_nn.adopt import head
+from ops_nn.adopt import chain, head
 from ops_nn.adopt.swap import Swap, class_name
 from ops_nn.models.output import ModelOutput
 
 
 def _layer() -> Any:
-    def forward(self: Any, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self: Any, hidden: Any, attention_mask: Tensor | None = None, narrow: bool = False) -> Any:
         if not om.is_enabled():
             return type(self).forward(self, hidden, attention_mask)
-        hidden = om.residual_attention(hidden, None, self.attention, norm_first=False, attention_mask=attention_mask)
-        return om.residual_mlp(hidden, None, self, norm_first=False)
+        x = om.residual_attention(hidden, None, self.attention, norm_first=False, attention_mask=attention_mask, narrow=True)
+        return om.residual_mlp(x, None, self, norm_first=False, narrow=narrow)
 
     return forward
 
@@ -27,7 +27,7 @@ def _encoder() -> Any:
         if not om.is_enabled():
             return type(self).forward(self, hidden, attention_mask)
         with om.cast_weights(self):
-            return type(self).forward(self, hidden, attention_mask)
+            return chain.run(self.layer, hidden, "narrow", to_the_end=False, attention_mask=attention_mask)
 
     return forward
 
@@ -48,7 +48,7 @@ def swaps(path: str, module: nn.Module) -> Swap | None:
     if kind == "ops_nn.models.bert.BertLayer":
         return Swap(path, module, _layer(), "layer", {"attention": module.attention, "": module})
     if kind == "ops_nn.models.bert.BertEncoder":
-        return Swap(path, module, _encoder(), "weights cast together under autocast", {})
+        return Swap(path, module, _encoder(), "weights cast together, casts fused with norms", {})
     if kind == "ops_nn.models.bert.BertForMaskedLM":
         return Swap(path, module, _masked_lm(), "head and loss over labelled tokens", {"cls": module.cls}, head.why_not_masked(module.cls))  # type: ignore[arg-type]
     return None

@@ -31,16 +31,23 @@ def observed(module: nn.Module) -> bool:
     return False
 
 
-def run(layers: Iterable[nn.Module], x: Any, **kwargs: Any) -> Any:
-    """Call the layers one after the other; an adopted one leaves its last sum to the next, where nobody looks between them.
+def run(layers: Iterable[nn.Module], x: Any, hand_over: str, to_the_end: bool, **kwargs: Any) -> Any:
+    """Call the layers one after the other; an adopted one leaves work for the next, where nobody looks between them.
+
+    Args:
+        layers: modules that take and return the residual stream.
+        x: the stream.
+        hand_over: the keyword that asks a layer to do so: `defer` leaves the last sum, `narrow` adds a copy in autocast's dtype.
+        to_the_end: whether the last layer does so too, for `om.residual_norm` to take it up.
+        **kwargs: what every layer takes.
 
     Returns:
-        the residual stream, unsummed where the last layer left it so (for `om.residual_norm`).
+        the residual stream, as the last layer left it.
     """
     stack = list(layers)
     open_after = [adopted(layer) and not observed(layer) for layer in stack]
     for i, layer in enumerate(stack):
         last = i + 1 == len(stack)
-        defer = open_after[i] and (last or open_after[i + 1])
-        x = layer(x, **kwargs, defer=True) if defer else layer(x, **kwargs)
+        asked = open_after[i] and (to_the_end if last else open_after[i + 1])
+        x = layer(x, **kwargs, **{hand_over: True}) if asked else layer(x, **kwargs)
     return x

@@ -22,7 +22,7 @@ def _layer() -> Any:
         if self.norm_first:
             pair = om.residual_attention(src, self.norm1, self, next_norm=self.norm2, **masks)
             return om.residual_mlp(pair, None, self)
-        x = om.residual_attention(src, self.norm1, self, norm_first=False, **masks)
+        x = om.residual_attention(src, self.norm1, self, norm_first=False, narrow=True, **masks)
         return om.residual_mlp(x, self.norm2, self, norm_first=False)
 
     return forward

@@ -85,7 +85,7 @@ def _bert_layer(cls: type) -> Any:
     wrapped, names = _returns_tuple(cls), _names(cls)
 
     def fused(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
-        x = om.residual_attention(hidden_states, None, self.attention, norm_first=False, **kwargs)
+        x = om.residual_attention(hidden_states, None, self.attention, norm_first=False, narrow=True, **kwargs)
         x = om.residual_mlp(x, None, self, norm_first=False)
         return (x,) if wrapped else x
 

@@ -30,7 +30,7 @@ def _model() -> Any:
             return type(self).forward(self, input_ids)
         x = self.embed_tokens(input_ids)
         with om.cast_weights(self):
-            x = chain.run(self.layers, x, position_embeddings=self.rotary_emb(x))
+            x = chain.run(self.layers, x, "defer", to_the_end=True, position_embeddings=self.rotary_emb(x))
         return om.residual_norm(x, self.norm) if isinstance(x, tuple) else self.norm(x)
 
     return forward

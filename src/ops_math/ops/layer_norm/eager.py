@@ -62,10 +62,11 @@ def launch_fwd(
     bias: torch.Tensor | None,
     x_bias: torch.Tensor | None,
     state: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, sum (empty without a residual), mean [rows] and rstd [rows]."""
+) -> tuple[torch.Tensor, ...]:
+    """y, sum (empty without a residual), mean [rows], rstd [rows] and y once more in the narrow dtype (empty without one)."""
     dtype = compute_dtype(total_dtype(p))
     y_MN = torch.empty((p.rows, p.cols), dtype=DTYPE_OF[p.out], device=x.device)
+    narrow_MN = torch.empty((p.rows, p.cols), dtype=DTYPE_OF[p.narrow], device=x.device) if p.narrow else None
     mean_M1, rstd_M1 = (torch.empty((p.rows, 1), dtype=dtype, device=x.device) for _ in range(2))
     weight, bias = (None if t is None else t.to(dtype) for t in (weight, bias))
     x_MN = total_MN = as_rows(x)
@@ -85,13 +86,17 @@ def launch_fwd(
             y += bias
         if y.dtype != y_MN.dtype:
             y_MN[s] = y
-    return y_MN.view(x.shape), absent(x) if residual is None else total_MN.view(x.shape), mean_M1.view(-1), rstd_M1.view(-1)
+        if narrow_MN is not None:
+            narrow_MN[s] = y
+    total, narrow = absent(x) if residual is None else total_MN.view(x.shape), absent(x) if narrow_MN is None else narrow_MN.view(x.shape)
+    return y_MN.view(x.shape), total, mean_M1.view(-1), rstd_M1.view(-1), narrow
 
 
 def launch_bwd(
     p: LayerNormProblem,
     config: None,
     dy: torch.Tensor,
+    dy_narrow: torch.Tensor | None,
     dsum: torch.Tensor | None,
     total: torch.Tensor,
     weight: torch.Tensor | None,
@@ -99,7 +104,7 @@ def launch_bwd(
     rstd: torch.Tensor,
     state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """dtotal = rstd (g - mean(g) - xhat mean(g xhat)) + dsum with g = dy weight; dx = dropout'(dtotal); and sums over rows."""
+    """dtotal = rstd (g - mean(g) - xhat mean(g xhat)) + dsum, g = (dy + dy_narrow) weight; dx = dropout'(dtotal); and sums over rows."""
     dtype = compute_dtype(total.dtype)
     need_rows = p.need_dtotal or p.need_dx or p.need_dx_bias
     needed = (p.need_dw, p.weight), (p.need_db, p.bias), (p.need_dx_bias, p.x_bias)
@@ -108,9 +113,10 @@ def launch_bwd(
     dx_MN = torch.empty((p.rows, p.cols), dtype=DTYPE_OF[p.x], device=total.device) if p.need_dx else None
     weight = None if weight is None else weight.to(dtype)
     total_MN, dy_MN, mean_M1, rstd_M1 = as_rows(total), as_rows(dy), mean.view(-1, 1), rstd.view(-1, 1)
-    dsum_MN = None if dsum is None else as_rows(dsum)
+    dsum_MN, narrow_MN = (None if t is None else as_rows(t) for t in (dsum, dy_narrow))
     for s in row_pieces(p.rows, p.cols, total.device):
         wide, g, rstd_m1 = total_MN[s].to(dtype), dy_MN[s].to(dtype), rstd_M1[s]
+        g = g if narrow_MN is None else g + narrow_MN[s]
         xhat = (wide - mean_M1[s]).mul_(rstd_m1)
         t = torch.mul(g, xhat, out=scratch(None if dtotal_MN is None else dtotal_MN[s], wide))
         for column, value in zip(sums[:2], (t, g), strict=True):

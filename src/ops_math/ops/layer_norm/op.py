@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -22,37 +23,37 @@ def _named(t: torch.Tensor | None) -> str:
 
 def _problem_fwd(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
-    x_bias: torch.Tensor | None, state: torch.Tensor | None, eps: float, dropout_p: float, out: torch.dtype,
+    x_bias: torch.Tensor | None, state: torch.Tensor | None, eps: float, dropout_p: float, out: torch.dtype, narrow: torch.dtype | None,
 ) -> LayerNormProblem:  # fmt: skip
     names = name_of(x.dtype), _named(residual), _named(weight), _named(bias), _named(x_bias), name_of(out)
-    return LayerNormProblem(product(x.shape[:-1]), x.shape[-1], *names, eps, dropout_p)
+    return LayerNormProblem(product(x.shape[:-1]), x.shape[-1], *names, eps, dropout_p, narrow="" if narrow is None else name_of(narrow))
 
 
 def _problem_bwd(
-    dy: torch.Tensor, dsum: torch.Tensor | None, total: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor,
-    rstd: torch.Tensor, state: torch.Tensor | None, x_dtype: torch.dtype, bias_dtype: torch.dtype, x_bias_dtype: torch.dtype,
-    dropout_p: float, need_dtotal: bool, need_dx: bool, need_dw: bool, need_db: bool, need_dx_bias: bool,
+    dy: torch.Tensor, dy_narrow: torch.Tensor | None, dsum: torch.Tensor | None, total: torch.Tensor, weight: torch.Tensor | None,
+    mean: torch.Tensor, rstd: torch.Tensor, state: torch.Tensor | None, x_dtype: torch.dtype, bias_dtype: torch.dtype,
+    x_bias_dtype: torch.dtype, dropout_p: float, need_dtotal: bool, need_dx: bool, need_dw: bool, need_db: bool, need_dx_bias: bool,
 ) -> LayerNormProblem:  # fmt: skip
     residual = "" if x_dtype == total.dtype else name_of(total.dtype)
     bias, x_bias = name_of(bias_dtype) if need_db else "", name_of(x_bias_dtype) if need_dx_bias else ""
     names = name_of(x_dtype), residual, _named(weight), bias, x_bias, name_of(dy.dtype)
     need = need_dtotal, need_dx, need_dw, need_db, need_dx_bias
-    return LayerNormProblem(product(total.shape[:-1]), total.shape[-1], *names, 0.0, dropout_p, _named(dsum), *need)
+    return LayerNormProblem(product(total.shape[:-1]), total.shape[-1], *names, 0.0, dropout_p, _named(dsum), *need, _named(dy_narrow))
 
 
 def _fake_fwd(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
-    x_bias: torch.Tensor | None, state: torch.Tensor | None, eps: float, dropout_p: float, out: torch.dtype,
+    x_bias: torch.Tensor | None, state: torch.Tensor | None, eps: float, dropout_p: float, out: torch.dtype, narrow: torch.dtype | None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     total = absent(x) if residual is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
     mean, rstd = (x.new_empty((product(x.shape[:-1]),), dtype=compute_dtype(total.dtype)) for _ in range(2))
-    return x.new_empty(x.shape, dtype=out), total, mean, rstd
+    return x.new_empty(x.shape, dtype=out), total, mean, rstd, absent(x) if narrow is None else x.new_empty(x.shape, dtype=narrow)
 
 
 def _fake_bwd(
-    dy: torch.Tensor, dsum: torch.Tensor | None, total: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor,
-    rstd: torch.Tensor, state: torch.Tensor | None, x_dtype: torch.dtype, bias_dtype: torch.dtype, x_bias_dtype: torch.dtype,
-    dropout_p: float, need_dtotal: bool, need_dx: bool, need_dw: bool, need_db: bool, need_dx_bias: bool,
+    dy: torch.Tensor, dy_narrow: torch.Tensor | None, dsum: torch.Tensor | None, total: torch.Tensor, weight: torch.Tensor | None,
+    mean: torch.Tensor, rstd: torch.Tensor, state: torch.Tensor | None, x_dtype: torch.dtype, bias_dtype: torch.dtype,
+    x_bias_dtype: torch.dtype, dropout_p: float, need_dtotal: bool, need_dx: bool, need_dw: bool, need_db: bool, need_dx_bias: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     dtotal = total.new_empty(total.shape) if need_dtotal else absent(total)
     dx = total.new_empty(total.shape, dtype=x_dtype) if need_dx else absent(total)
@@ -65,10 +66,10 @@ OP = define(
     "layer_norm",
     __package__,
     fwd="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? x_bias, Tensor? state, float eps, float dropout_p,"
-    " ScalarType out) -> (Tensor, Tensor, Tensor, Tensor)",
-    bwd="(Tensor dy, Tensor? dsum, Tensor total, Tensor? weight, Tensor mean, Tensor rstd, Tensor? state, ScalarType x_dtype,"
-    " ScalarType bias_dtype, ScalarType x_bias_dtype, float dropout_p, bool need_dtotal, bool need_dx, bool need_dw, bool need_db,"
-    " bool need_dx_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " ScalarType out, ScalarType? narrow) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    bwd="(Tensor dy, Tensor? dy_narrow, Tensor? dsum, Tensor total, Tensor? weight, Tensor mean, Tensor rstd, Tensor? state,"
+    " ScalarType x_dtype, ScalarType bias_dtype, ScalarType x_bias_dtype, float dropout_p, bool need_dtotal, bool need_dx, bool need_dw,"
+    " bool need_db, bool need_dx_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake_fwd=_fake_fwd,
     fake_bwd=_fake_bwd,
     problem_fwd=_problem_fwd,
@@ -84,7 +85,7 @@ class _LayerNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, out: torch.dtype
     ) -> torch.Tensor:
-        y, _, mean, rstd = OP.fwd(x, None, weight, bias, None, None, eps, 0.0, out)
+        y, _, mean, rstd, _ = OP.fwd(x, None, weight, bias, None, None, eps, 0.0, out, None)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias_dtype = x.dtype if bias is None else bias.dtype
         return y
@@ -95,40 +96,67 @@ class _LayerNorm(torch.autograd.Function):
         x, weight, mean, rstd = ctx.saved_tensors
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         dtypes = x.dtype, ctx.bias_dtype, x.dtype
-        dx, _, dw, db, _ = OP.bwd(dy, None, x, weight, mean, rstd, None, *dtypes, 0.0, need_dx, False, need_dw, need_db, False)
+        dx, _, dw, db, _ = OP.bwd(dy, None, None, x, weight, mean, rstd, None, *dtypes, 0.0, need_dx, False, need_dw, need_db, False)
         return dx if need_dx else None, dw if need_dw else None, db if need_db else None, None, None
 
 
 class _AddLayerNorm(torch.autograd.Function):
-    """s = dropout(x + x_bias) + residual, y = norm(s); saves s, mean, rstd and the state of the mask."""
+    """s = dropout(x + x_bias) + residual, y = norm(s), and perhaps a narrow copy of y; saves s, mean, rstd and the state of the mask."""
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
-        x_bias: torch.Tensor | None, state: torch.Tensor | None, eps: float, dropout_p: float, out: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        y, total, mean, rstd = OP.fwd(x, residual, weight, bias, x_bias, state, eps, dropout_p, out)
+        x_bias: torch.Tensor | None, state: torch.Tensor | None, eps: float, dropout_p: float, out: torch.dtype, narrow: torch.dtype | None,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        y, total, mean, rstd, copy = OP.fwd(x, residual, weight, bias, x_bias, state, eps, dropout_p, out, narrow)
         ctx.save_for_backward(total, weight, mean, rstd, state)
         ctx.set_materialize_grads(False)
-        ctx.dtypes = x.dtype, *(x.dtype if t is None else t.dtype for t in (bias, x_bias))
-        ctx.options = dropout_p, residual.dtype, out
-        return y, total
+        bias_dtype, x_bias_dtype = (x.dtype if t is None else t.dtype for t in (bias, x_bias))
+        ctx.sum = Sum(x.dtype, bias_dtype, x_bias_dtype, residual.dtype, out, dropout_p)
+        return (y, total) if narrow is None else (y, total, copy)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None) -> tuple[Any, ...]:
-        total, weight, mean, rstd, state = ctx.saved_tensors
-        dropout_p, residual_dtype, out = ctx.options
-        if dy is None:
-            if dsum is None:
-                return (None,) * 9
-            dy = torch.zeros_like(total, dtype=out)
-        need_dx, need_dresidual, need_dw, need_db, need_dx_bias = ctx.needs_input_grad[:5]
-        differs = state is not None or ctx.dtypes[0] != total.dtype
-        need = need_dresidual or (need_dx and not differs), need_dx and differs, need_dw, need_db, need_dx_bias
-        dtotal, dx, dw, db, dx_bias = OP.bwd(dy, dsum, total, weight, mean, rstd, state, *ctx.dtypes, dropout_p, *need)
-        found = dx if differs else dtotal, dtotal.to(residual_dtype), dw, db, dx_bias
-        return *(g if wanted else None for g, wanted in zip(found, ctx.needs_input_grad[:5], strict=True)), None, None, None, None
+    def backward(ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None, dcopy: torch.Tensor | None = None) -> tuple[Any, ...]:
+        grads = sum_backward(ctx.sum, ctx.saved_tensors, dy, dcopy, dsum, ctx.needs_input_grad[:5])
+        return *grads, None, None, None, None, None
+
+
+class Sum(NamedTuple):
+    """Plain values that the backward of sum and norm needs: dtypes of x, the norm's bias, x_bias, the residual and y."""
+
+    x: torch.dtype
+    bias: torch.dtype
+    x_bias: torch.dtype
+    residual: torch.dtype
+    out: torch.dtype
+    dropout_p: float
+
+
+def sum_backward(
+    s: Sum, saved: Sequence[Any], dy: torch.Tensor | None, dy_narrow: torch.Tensor | None, dsum: torch.Tensor | None,
+    needed: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """Gradients of x, residual, weight, bias and x_bias, each if `needed`.
+
+    Args:
+        s: as above.
+        saved: the sum, weight, mean, rstd and the state of the mask.
+        dy, dy_narrow, dsum: gradients of y, of its narrow copy and of the sum, each or all None.
+        needed: of x, residual, weight, bias and x_bias.
+    """
+    total, weight, mean, rstd, state = saved
+    if dy is None:
+        if dy_narrow is None and dsum is None:
+            return (None,) * 5
+        dy, dy_narrow = torch.zeros_like(total, dtype=s.out) if dy_narrow is None else dy_narrow, None
+    need_dx, need_dresidual, need_dw, need_db, need_dx_bias = needed
+    differs = state is not None or s.x != total.dtype
+    need = need_dresidual or (need_dx and not differs), need_dx and differs, need_dw, need_db, need_dx_bias
+    dtotal, dx, dw, db, dx_bias = OP.bwd(dy, dy_narrow, dsum, total, weight, mean, rstd, state, s.x, s.bias, s.x_bias, s.dropout_p, *need)
+    dresidual = dtotal if dtotal.dtype == s.residual else dtotal.to(s.residual)
+    found = dx if differs else dtotal, dresidual, dw, db, dx_bias
+    return tuple(g if wanted else None for g, wanted in zip(found, needed, strict=True))
 
 
 def _check(operator: str, x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
@@ -168,7 +196,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.
     out = store_dtype(x)
     if needs_grad(x, weight, bias):
         return apply(_LayerNorm, x, weight, bias, eps, out)
-    return OP.fwd(x, None, weight, bias, None, None, eps, 0.0, out)[0]
+    return OP.fwd(x, None, weight, bias, None, None, eps, 0.0, out, None)[0]
 
 
 def add_layer_norm(
@@ -182,7 +210,8 @@ def add_layer_norm(
     rng: Rng | None = None,
     x_bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    narrow_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, ...]:
     """Bias, dropout, residual addition and layer normalisation in one pass.
 
     s = dropout(x + x_bias) + residual;  y = (s - mean(s)) / sqrt(mean((s - mean(s))^2) + eps) * weight + bias
@@ -198,9 +227,11 @@ def add_layer_norm(
         x_bias: [N] or None, the bias of the linear layer whose product `x` is; added in fp32, unrounded.
         out_dtype: the dtype in which y is stored; by default that of `x` (under autocast: autocast's). A post-norm model, whose y is its
             residual stream, passes `residual.dtype`.
+        narrow_dtype: also return y in this dtype, for the products that follow: one pass less forward, and two backward.
 
     Returns:
-        (y, s): y as in `layer_norm`; s [..., N] of the wider dtype of `x` and `residual`, rounded once, and normalised as rounded.
+        (y, s), or (y, s, narrow): y as in `layer_norm`; s [..., N] of the wider dtype of `x` and `residual`, rounded once, and
+        normalised as rounded; narrow [..., N], y rounded to `narrow_dtype`.
 
     Precision: as `layer_norm`.
     Determinism: level 1; the mask depends on the key and the place alone.
@@ -215,13 +246,14 @@ def add_layer_norm(
     checks.same_device("add_layer_norm", "x", x, residual=residual)
     checks.probability("add_layer_norm", "dropout_p", dropout_p)
     if not settings.active():
-        return plain.add_layer_norm(x, residual, weight, bias, eps=eps, dropout_p=dropout_p, rng=rng, x_bias=x_bias, out_dtype=out_dtype)
+        options: dict[str, Any] = {"x_bias": x_bias, "out_dtype": out_dtype, "narrow_dtype": narrow_dtype}
+        return plain.add_layer_norm(x, residual, weight, bias, eps=eps, dropout_p=dropout_p, rng=rng, **options)
     state = state_for("add_layer_norm", rng, x.device) if dropout_p else None
     out = out_dtype or store_dtype(x)
     if needs_grad(x, residual, weight, bias, x_bias):
-        return apply(_AddLayerNorm, x, residual, weight, bias, x_bias, state, eps, dropout_p, out)
-    y, total, _, _ = OP.fwd(x, residual, weight, bias, x_bias, state, eps, dropout_p, out)
-    return y, total
+        return apply(_AddLayerNorm, x, residual, weight, bias, x_bias, state, eps, dropout_p, out, narrow_dtype)
+    y, total, _, _, narrow = OP.fwd(x, residual, weight, bias, x_bias, state, eps, dropout_p, out, narrow_dtype)
+    return (y, total) if narrow_dtype is None else (y, total, narrow)
 
 
 OP.public = {"layer_norm": layer_norm, "add_layer_norm": add_layer_norm}

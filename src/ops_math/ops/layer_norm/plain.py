@@ -24,7 +24,8 @@ def add_layer_norm(
     rng: Rng | None = None,
     x_bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    narrow_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, ...]:
     """Additions, `F.dropout` (with an Rng its mask) and `F.layer_norm`."""
     if x_bias is not None:
         x = x + x_bias.to(x.dtype)
@@ -35,4 +36,5 @@ def add_layer_norm(
         x = F.dropout(x, dropout_p)
     total = x + residual
     y = layer_norm(total, weight, bias, eps=eps)
-    return y if out_dtype is None else y.to(out_dtype), total
+    y = y if out_dtype is None else y.to(out_dtype)
+    return (y, total) if narrow_dtype is None else (y, total, y.to(narrow_dtype, copy=True))

@@ -13,7 +13,7 @@ class LayerNormProblem(NamedTuple):
     """One call. `residual`, `weight`, `bias`, `x_bias` and `dsum` are dtype names, empty where the tensor is absent.
 
     In the backward `need_dtotal` asks for the gradient of the sum (of x where there is no residual), `need_dx` for that of x where it
-    is another tensor: after dropout, or in another dtype.
+    is another tensor: after dropout, or in another dtype. `narrow` is the dtype of a second copy of y, and of its gradient.
     """
 
     rows: int
@@ -32,6 +32,7 @@ class LayerNormProblem(NamedTuple):
     need_dw: bool = True
     need_db: bool = True
     need_dx_bias: bool = False
+    narrow: str = ""
 
 
 def total_dtype(p: LayerNormProblem) -> torch.dtype:
@@ -47,13 +48,16 @@ def storage(p: LayerNormProblem) -> str:
 def cost(p: LayerNormProblem, phase: str) -> Cost:
     """Each input read once, each output written once."""
     n = p.rows * p.cols
-    x, residual, out = n * ITEM_SIZE[p.x], n * ITEM_SIZE.get(p.residual, 0), n * ITEM_SIZE[p.out]
+    x, residual, out, narrow = n * ITEM_SIZE[p.x], n * ITEM_SIZE.get(p.residual, 0), n * ITEM_SIZE[p.out], n * ITEM_SIZE.get(p.narrow, 0)
     total = n * ITEM_SIZE[dtype_name(total_dtype(p))]
     weight, bias, x_bias = (p.cols * ITEM_SIZE.get(name, 0) for name in (p.weight, p.bias, p.x_bias))
     if phase == "fwd":
-        read = (("x", x), ("residual", residual), ("weight", weight), ("bias", bias), ("x_bias", x_bias))
-        return Cost(read, (("y", out), ("sum", total if p.residual else 0), ("moments", 8 * p.rows)), (("norm", 8 * n),))
-    read = (("dy", out), ("dsum", n * ITEM_SIZE.get(p.dsum, 0)), ("sum", total), ("moments", 8 * p.rows), ("weight", weight))
+        return Cost(
+            (("x", x), ("residual", residual), ("weight", weight), ("bias", bias), ("x_bias", x_bias)),
+            (("y", out), ("narrow", narrow), ("sum", total if p.residual else 0), ("moments", 8 * p.rows)),
+            (("norm", 8 * n),),
+        )
+    dsum = n * ITEM_SIZE.get(p.dsum, 0)
     written = (
         ("dsum", total * p.need_dtotal),
         ("dx", x * p.need_dx),
@@ -61,6 +65,7 @@ def cost(p: LayerNormProblem, phase: str) -> Cost:
         ("dbias", bias * p.need_db),
         ("dx_bias", x_bias * p.need_dx_bias),
     )
+    read = (("dy", out), ("dy_narrow", narrow), ("dsum", dsum), ("sum", total), ("moments", 8 * p.rows), ("weight", weight))
     return Cost(read, written, (("norm", 14 * n),))
 
 
@@ -73,7 +78,7 @@ def _norm(*shape: int, scale: float = 1.0, offset: float = 0.0, params: str | No
 
 
 def _add(rows: int, cols: int, *, offset: float = 0.0, residual: str | None = None, params: str | None = None, **options: Any) -> Any:
-    """`rng` gives a seed and `x_bias` its presence."""
+    """`rng` gives a seed, `x_bias` its presence; `narrow` asks for y in the residual's dtype and a copy in that of x."""
 
     def make(d: Any) -> Call:
         named = dict(options)
@@ -82,6 +87,8 @@ def _add(rows: int, cols: int, *, offset: float = 0.0, residual: str | None = No
         if "x_bias" in options:
             named["x_bias"] = d.normal(cols, dtype=params)
         x, other = d.normal(rows, cols, offset=offset), d.normal(rows, cols, offset=offset, dtype=residual)
+        if named.pop("narrow", False):
+            named |= {"out_dtype": other.dtype, "narrow_dtype": x.dtype}
         return Call((x, other, *_parameters(d, cols, params)), named)
 
     return make
@@ -118,6 +125,21 @@ CASES = (
     Case("add, dropout", "add_layer_norm", _add(40, 256, rng=7, dropout_p=0.25)),
     Case("add, dropout, width 31", "add_layer_norm", _add(70, 31, rng=8, dropout_p=0.5)),
     Case("add, dropout, fp32 residual", "add_layer_norm", _add(24, 128, rng=9, dropout_p=0.1, residual="fp32"), dtypes=HALVES),
+    Case("add, narrow copy", "add_layer_norm", _add(24, 128, residual="fp32", params="fp32", narrow=True), dtypes=HALVES),
+    Case("add, narrow copy, odd width", "add_layer_norm", _add(7, 1003, residual="fp32", params="fp32", narrow=True), dtypes=HALVES),
+    Case(
+        "add, narrow copy, dropout, x_bias",
+        "add_layer_norm",
+        _add(40, 96, rng=11, dropout_p=0.1, residual="fp32", params="fp32", x_bias=True, narrow=True),
+        dtypes=HALVES,
+    ),
+    Case(
+        "add, narrow copy, wide",
+        "add_layer_norm",
+        _add(2, 17000, rng=4, dropout_p=0.1, residual="fp32", params="fp32", x_bias=True, narrow=True),
+        dtypes=HALVES,
+        small=False,
+    ),
     Case("add, x_bias", "add_layer_norm", _add(40, 160, x_bias=True)),
     Case("add, x_bias, dropout", "add_layer_norm", _add(40, 160, rng=10, dropout_p=0.1, x_bias=True, params="fp32")),
     Case("add, only x_bias learns", "add_layer_norm", _add(40, 160, rng=10, dropout_p=0.1, x_bias=True), frozen=(0, 1, 2, 3)),

@@ -28,12 +28,14 @@ def add_layer_norm(
     rng: Rng | None = None,
     x_bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """s = dropout(x + x_bias) + residual; y = layer_norm(s)."""
+    narrow_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """s = dropout(x + x_bias) + residual; y = layer_norm(s), a second time where a narrow copy is asked for."""
     x_MN = x_MN if x_bias is None else x_MN + x_bias
     if dropout_p:
         rows = torch.arange(x_MN.shape[:-1].numel(), device=x_MN.device)
         keep_MN = keep_mask(state_for("add_layer_norm", rng, x_MN.device), rows, 0, x_MN.shape[-1], dropout_p).view(x_MN.shape)
         x_MN = torch.where(keep_MN, x_MN / (1 - dropout_p), 0.0)
     sum_MN = x_MN + residual_MN
-    return layer_norm(sum_MN, weight_N, bias_N, eps=eps), sum_MN
+    y_MN = layer_norm(sum_MN, weight_N, bias_N, eps=eps)
+    return (y_MN, sum_MN) if narrow_dtype is None else (y_MN, sum_MN, y_MN.clone())

@@ -20,7 +20,7 @@ from ops_math.ops._tiles.philox import keep_tile
 from ops_math.ops._tiles.rows import layer_norm_gradient, merged_moments, moments
 from ops_math.ops.layer_norm.problem import LayerNormProblem, total_dtype
 from ops_math.rng import threshold
-from ops_math.spec import DTYPE_OF, Device
+from ops_math.spec import DTYPE_OF, Device, cdiv, next_power_of_2
 
 WIDEST = {"fwd": 16384, "bwd": 8192}  # columns held in registers; the backward holds two to three sums a column besides the row
 WIDE_BLOCK = 4096
@@ -55,7 +55,7 @@ def configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ..
     if _is_wide(p, phase):
         return _wide_configs(p, device)
     lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
-    block_n = triton.next_power_of_2(max(p.cols, 4 if p.dropout_p else 1))  # a tile of the mask has four columns at least
+    block_n = next_power_of_2(max(p.cols, 4 if p.dropout_p else 1))  # a tile of the mask has four columns at least
     # Values a tile, values a thread, stages; the forward starts one program for each tile unless it loads ahead. The backward takes one
     # row where it can: four rows of 1,024 halve its speed (H200: 1,571 against 3,170 GB/s with two), since their sum crosses warps.
     if phase == "fwd":
@@ -125,7 +125,7 @@ def _summed(
 
 @triton.jit
 def _fwd_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, x_bias_ptr, state_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, x_bias_ptr, state_ptr, y_ptr, narrow_ptr, total_ptr, mean_ptr, rstd_ptr,
     num_rows, num_cols, x_stride, residual_stride, eps, threshold, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -150,13 +150,15 @@ def _fwd_kernel(
         if total_ptr is not None:
             tl.store(total_ptr + rows[:, None] * num_cols + cols[None, :], x.to(total_ptr.dtype.element_ty), mask=mask)
         tl.store(y_ptr + rows[:, None] * num_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+        if narrow_ptr is not None:
+            tl.store(narrow_ptr + rows[:, None] * num_cols + cols[None, :], y.to(narrow_ptr.dtype.element_ty), mask=mask)
         tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
         tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
 
 
 @triton.jit
 def _fwd_wide_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, x_bias_ptr, state_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, x_bias_ptr, state_ptr, y_ptr, narrow_ptr, total_ptr, mean_ptr, rstd_ptr,
     num_rows, num_cols, x_stride, residual_stride, eps, threshold, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -191,12 +193,23 @@ def _fwd_wide_kernel(
         if bias_ptr is not None:
             y = y + _parameter(bias_ptr, cols, num_cols)
         tl.store(y_ptr + rows[:, None] * num_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+        if narrow_ptr is not None:
+            tl.store(narrow_ptr + rows[:, None] * num_cols + cols[None, :], y.to(narrow_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _incoming(dy_ptr, dy_narrow_ptr, rows, cols, mask, dy_stride, narrow_stride):
+    """The gradient of y: of itself, and of its narrow copy where that has one."""
+    g = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    if dy_narrow_ptr is not None:
+        g += tl.load(dy_narrow_ptr + rows[:, None] * narrow_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    return g
 
 
 @triton.jit
 def _bwd_kernel(
-    dy_ptr, dsum_ptr, total_ptr, weight_ptr, mean_ptr, rstd_ptr, state_ptr, dtotal_ptr, dx_ptr, dw_ptr, db_ptr, dx_bias_ptr,
-    num_rows, num_cols, dy_stride, dsum_stride, total_stride, threshold, scale,
+    dy_ptr, dy_narrow_ptr, dsum_ptr, total_ptr, weight_ptr, mean_ptr, rstd_ptr, state_ptr, dtotal_ptr, dx_ptr, dw_ptr, db_ptr, dx_bias_ptr,
+    num_rows, num_cols, dy_stride, narrow_stride, dsum_stride, total_stride, threshold, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, BLOCK_N)
@@ -208,7 +221,7 @@ def _bwd_kernel(
         mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
 
         total = tl.load(total_ptr + rows[:, None] * total_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        g = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        g = _incoming(dy_ptr, dy_narrow_ptr, rows, cols, mask, dy_stride, narrow_stride)
         if dsum_ptr is not None:
             dsum = tl.load(dsum_ptr + rows[:, None] * dsum_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         mean = tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0)
@@ -244,8 +257,8 @@ def _bwd_kernel(
 
 @triton.jit
 def _bwd_wide_kernel(
-    dy_ptr, dsum_ptr, total_ptr, weight_ptr, mean_ptr, rstd_ptr, state_ptr, dtotal_ptr, dx_ptr, means_ptr,
-    num_rows, num_cols, dy_stride, dsum_stride, total_stride, threshold, scale,
+    dy_ptr, dy_narrow_ptr, dsum_ptr, total_ptr, weight_ptr, mean_ptr, rstd_ptr, state_ptr, dtotal_ptr, dx_ptr, means_ptr,
+    num_rows, num_cols, dy_stride, narrow_stride, dsum_stride, total_stride, threshold, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
@@ -255,7 +268,7 @@ def _bwd_wide_kernel(
         cols = start + tl.arange(0, BLOCK_N)
         mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
         total = tl.load(total_ptr + rows[:, None] * total_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        g = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        g = _incoming(dy_ptr, dy_narrow_ptr, rows, cols, mask, dy_stride, narrow_stride)
         if weight_ptr is not None:
             g = g * _parameter(weight_ptr, cols, num_cols)
         gs += g
@@ -267,7 +280,7 @@ def _bwd_wide_kernel(
         cols = start + tl.arange(0, BLOCK_N)
         mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
         total = tl.load(total_ptr + rows[:, None] * total_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        g = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        g = _incoming(dy_ptr, dy_narrow_ptr, rows, cols, mask, dy_stride, narrow_stride)
         if weight_ptr is not None:
             g = g * _parameter(weight_ptr, cols, num_cols)
         dtotal = layer_norm_gradient(g, (total - mean[:, None]) * rstd[:, None], rstd, g_mean, dot_mean)
@@ -283,8 +296,8 @@ def _bwd_wide_kernel(
 
 @triton.jit
 def _bwd_columns_kernel(
-    dy_ptr, dsum_ptr, total_ptr, weight_ptr, mean_ptr, rstd_ptr, state_ptr, means_ptr, dw_ptr, db_ptr, dx_bias_ptr,
-    num_rows, num_cols, dy_stride, dsum_stride, total_stride, threshold, scale,
+    dy_ptr, dy_narrow_ptr, dsum_ptr, total_ptr, weight_ptr, mean_ptr, rstd_ptr, state_ptr, means_ptr, dw_ptr, db_ptr, dx_bias_ptr,
+    num_rows, num_cols, dy_stride, narrow_stride, dsum_stride, total_stride, threshold, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     first_col = tl.program_id(1) * BLOCK_N
@@ -297,7 +310,7 @@ def _bwd_columns_kernel(
         mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
 
         total = tl.load(total_ptr + rows[:, None] * total_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        g = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        g = _incoming(dy_ptr, dy_narrow_ptr, rows, cols, mask, dy_stride, narrow_stride)
         mean = tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)
 
@@ -371,27 +384,30 @@ def launch_fwd(
     bias: torch.Tensor | None,
     x_bias: torch.Tensor | None,
     state: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, sum (empty without a residual), mean [rows] and rstd [rows]."""
-    y = torch.empty(x.shape, dtype=DTYPE_OF[p.out], device=x.device)
-    total = None if residual is None else torch.empty(x.shape, dtype=total_dtype(p), device=x.device)
-    mean, rstd = (torch.empty(p.rows, dtype=torch.float32, device=x.device) for _ in range(2))
+) -> tuple[torch.Tensor, ...]:
+    """y, sum (empty without a residual), mean [rows], rstd [rows] and y once more in the narrow dtype (empty without one)."""
+    shape = x.shape
+    y = x.new_empty(shape, dtype=DTYPE_OF[p.out])
+    narrow = x.new_empty(shape, dtype=DTYPE_OF[p.narrow]) if p.narrow else None
+    total = None if residual is None else x.new_empty(shape, dtype=total_dtype(p))
+    mean, rstd = x.new_empty(p.rows, dtype=torch.float32), x.new_empty(p.rows, dtype=torch.float32)
     x_MN = as_rows(x)
     residual_MN = None if residual is None else as_rows(residual)
     wide = _is_wide(p, "fwd")
     launch(
         _fwd_wide_kernel if wide else _fwd_kernel, (p.rows if wide else config.num_programs,),
-        x_MN, residual_MN, _contiguous(weight), _contiguous(bias), _contiguous(x_bias), state, y, total, mean, rstd,
+        x_MN, residual_MN, _contiguous(weight), _contiguous(bias), _contiguous(x_bias), state, y, narrow, total, mean, rstd,
         p.rows, p.cols, x_MN.stride(0), 0 if residual_MN is None else residual_MN.stride(0), p.eps, *_mask_scalars(p),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
-    return y, absent(x) if total is None else total, mean, rstd
+    return y, absent(x) if total is None else total, mean, rstd, absent(x) if narrow is None else narrow
 
 
 def launch_bwd(
     p: LayerNormProblem,
     config: Config,
     dy: torch.Tensor,
+    dy_narrow: torch.Tensor | None,
     dsum: torch.Tensor | None,
     total: torch.Tensor,
     weight: torch.Tensor | None,
@@ -400,32 +416,32 @@ def launch_bwd(
     state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """dtotal, dx, dweight, dbias, dx_bias (empty where not needed)."""
-    dtotal = torch.empty(total.shape, dtype=total.dtype, device=total.device) if p.need_dtotal else None
-    dx = torch.empty(total.shape, dtype=DTYPE_OF[p.x], device=total.device) if p.need_dx else None
+    dtotal = total.new_empty(total.shape) if p.need_dtotal else None
+    dx = total.new_empty(total.shape, dtype=DTYPE_OF[p.x]) if p.need_dx else None
     wanted = ((p.need_dw, p.weight), (p.need_db, p.bias), (p.need_dx_bias, p.x_bias))
-    sums = [torch.empty(p.cols, dtype=DTYPE_OF[name], device=total.device) if need else None for need, name in wanted]
-    partials = [
-        torch.empty((config.num_programs, p.cols), dtype=torch.float32, device=total.device) if need else None for need, _ in wanted
-    ]
+    sums = [total.new_empty(p.cols, dtype=DTYPE_OF[name]) if need else None for need, name in wanted]
+    partials: list[torch.Tensor | None] = [None, None, None]
+    if p.need_dw or p.need_db or p.need_dx_bias:  # one buffer for the three
+        buffer = total.new_empty((3, config.num_programs, p.cols), dtype=torch.float32)
+        partials = [part if need else None for part, (need, _) in zip(buffer.unbind(), wanted, strict=True)]
     total_MN, dy_MN = as_rows(total), as_rows(dy)
-    dsum_MN = None if dsum is None else as_rows(dsum)
-    weight = _contiguous(weight)
-    strides = dy_MN.stride(0), 0 if dsum_MN is None else dsum_MN.stride(0), total_MN.stride(0)
+    narrow_MN, dsum_MN = (None if t is None else as_rows(t) for t in (dy_narrow, dsum))
+    inputs = dy_MN, narrow_MN, dsum_MN, total_MN, _contiguous(weight), mean, rstd, state
+    strides = (0 if t is None else t.stride(0) for t in inputs[:4])
     scalars = p.rows, p.cols, *strides, *_mask_scalars(p)
     if _is_wide(p, "bwd"):
-        _launch_wide(p, config, (dy_MN, dsum_MN, total_MN, weight, mean, rstd, state), dtotal, dx, partials, scalars)
+        _launch_wide(p, config, inputs, dtotal, dx, partials, scalars)
     else:
         launch(
-            _bwd_kernel, (config.num_programs,), dy_MN, dsum_MN, total_MN, weight, mean, rstd, state, dtotal, dx, *partials, *scalars,
+            _bwd_kernel, (config.num_programs,), *inputs, dtotal, dx, *partials, *scalars,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, num_warps=config.num_warps,
         )  # fmt: skip
     if any(need for need, _ in wanted):
         launch(
-            _sum_partials_kernel, (triton.cdiv(p.cols, SUM_N), 3), *partials, *sums, config.num_programs, p.cols,
+            _sum_partials_kernel, (cdiv(p.cols, SUM_N), 3), *partials, *sums, config.num_programs, p.cols,
             BLOCK_M=SUM_M, BLOCK_N=SUM_N, num_warps=8,
         )  # fmt: skip
-    dw, db, dx_bias = (absent(total) if t is None else t for t in sums)
-    return absent(total) if dtotal is None else dtotal, absent(total) if dx is None else dx, dw, db, dx_bias
+    return tuple(absent(total) if t is None else t for t in (dtotal, dx, *sums))
 
 
 def _launch_wide(
@@ -438,7 +454,7 @@ def _launch_wide(
     scalars: tuple[Any, ...],
 ) -> None:
     """Rows first, then the sums over rows, which read the rows' means where they need them."""
-    means = torch.empty((p.rows, 2), dtype=torch.float32, device=inputs[2].device)  # type: ignore[union-attr]
+    means = torch.empty((p.rows, 2), dtype=torch.float32, device=inputs[3].device)  # type: ignore[union-attr]
     if dtotal is not None or dx is not None or p.need_dx_bias:
         launch(
             _bwd_wide_kernel, (p.rows,), *inputs, dtotal, dx, means, *scalars,
@@ -446,6 +462,6 @@ def _launch_wide(
         )  # fmt: skip
     if any(t is not None for t in partials):
         launch(
-            _bwd_columns_kernel, (config.num_programs, triton.cdiv(p.cols, COLUMNS_N)), *inputs, means, *partials, *scalars,
+            _bwd_columns_kernel, (config.num_programs, cdiv(p.cols, COLUMNS_N)), *inputs, means, *partials, *scalars,
             BLOCK_M=COLUMNS_M, BLOCK_N=COLUMNS_N, num_warps=4,
         )  # fmt: skip

@@ -24,6 +24,8 @@ def supports(p: LayerNormProblem, device: Device, phase: str) -> str | None:
     total = dtype_name(total_dtype(p))
     if not features.has_kernel(name, device.kind):
         return f"this PyTorch has no {name} kernel for {device.kind}"
+    if p.narrow:
+        return "stores y once, and takes one gradient of it"
     if p.out != total:
         return "wants one dtype for input and output"
     if device.kind != "cpu" and (p.residual or p.dsum):
@@ -45,8 +47,8 @@ def launch_fwd(
     bias: torch.Tensor | None,
     x_bias: torch.Tensor | None,
     state: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, sum (empty without a residual), mean [rows] and rstd [rows]."""
+) -> tuple[torch.Tensor, ...]:
+    """y, sum (empty without a residual), mean [rows], rstd [rows], and empty: it stores no narrow copy."""
     total = x.contiguous()
     if residual is not None:
         x_MN, residual_MN = as_rows(x), as_rows(residual)
@@ -57,13 +59,14 @@ def launch_fwd(
         weight = torch.ones(p.cols, dtype=torch.float32) if weight is None else weight.float()
         bias = None if bias is None else bias.float()
     y, mean, rstd = features.aten("native_layer_norm")(total, [p.cols], weight, bias, p.eps)
-    return y, absent(x) if residual is None else total, mean.reshape(-1), rstd.reshape(-1)
+    return y, absent(x) if residual is None else total, mean.reshape(-1), rstd.reshape(-1), absent(x)
 
 
 def launch_bwd(
     p: LayerNormProblem,
     config: None,
     dy: torch.Tensor,
+    dy_narrow: None,
     dsum: torch.Tensor | None,
     total: torch.Tensor,
     weight: torch.Tensor | None,
