@@ -1,7 +1,11 @@
-"""Tile functions of a logsumexp over a row that is wider than a tile, and of the soft cap that may come before it.
+"""Tile functions of a row's exponentials, and of the soft cap that may come before them.
 
-A row is read as tiles [L, G] in which each thread holds the G values of one 16-byte load. Every one of the L lanes keeps a running
-maximum and sum of its own, so that no thread waits for another before the row's end, and the sum is rescaled once in G values.
+The exponentials of a row are summed relative to its top logit and without the target's: at a probability near 1, total - 1 would keep
+no digit of what the other classes hold, and with logits of a thousand top + log(total) keeps none of log(total)'s below 6e-5.
+
+A row wider than a tile is read as tiles [L, G] in which each thread holds the G values of one 16-byte load. Every one of the L lanes
+keeps a running maximum and sum of its own, so that no thread waits for another before the row's end, and the sum is rescaled once in G
+values.
 """
 
 import triton
@@ -38,11 +42,19 @@ def lane_update(top, total, z):
 
 
 @triton.jit
-def lane_finish(top, total):
-    """The maximum of all lanes (0 for a row of -inf) and the log of the sum of exp(z - maximum); their sum is the logsumexp.
+def joined(top, z_target):
+    """The top of a row (0 for a row of -inf) from that of the other classes and the target's logit, and how far the target lies below.
 
-    They are given apart because a loss wants (maximum - z_target) + log: near probability 1, lse - z_target would cancel.
+    The target's exponential is exp(-below): made from the one rounded difference that the loss uses too, whatever is contracted.
     """
-    row_top = tl.max(top, 0)
-    base = tl.where(row_top == float("-inf"), 0.0, row_top)
-    return base, tl.log(tl.sum(total * tl.exp(top - base), 0))
+    row_top = tl.maximum(top, z_target)
+    row_top = tl.where(row_top == float("-inf"), 0.0, row_top)
+    return row_top, row_top - z_target
+
+
+@triton.jit
+def lane_finish(top, total, z_target):
+    """Of all lanes, which have not seen the target, and the target: the row's top and how far the target lies below it, as `joined`
+    has them, and the sum of exp(z - top) over the other classes."""
+    row_top, below = joined(tl.max(top, 0), z_target)
+    return row_top, below, tl.sum(total * tl.exp(top - row_top), 0)

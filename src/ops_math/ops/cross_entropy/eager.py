@@ -63,56 +63,81 @@ def capped(p: CrossEntropyProblem, logits: torch.Tensor, dtype: torch.dtype) -> 
     return torch.mul(torch.tanh(z / p.softcap), p.softcap) if p.softcap else z
 
 
+class Sums(NamedTuple):
+    """A row's exponentials [rows]: its top logit, and relative to it those of all classes but the target, summed, and of the target.
+
+    The sum over all classes would have lost what the others hold where the target's probability is near 1.
+    """
+
+    top: torch.Tensor
+    others: torch.Tensor
+    own: torch.Tensor
+
+    @property
+    def log_total(self) -> torch.Tensor:
+        """The logsumexp less the top; `own` is 1 where `others` may be small."""
+        return (self.own - 1).add_(self.others).log1p_()
+
+
+def row_results(
+    p: CrossEntropyProblem, rows: Rows, sums: Sums, z_target: torch.Tensor, smooth: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss [rows], and what the gradient needs of a row [rows, 3]: the top logit, and a and b of dz = a exp(z - top) - s w / V, with b in
+    place of the first term at the target. `smooth` is the sum of w (z - top).
+
+    dz = p (u w_y + s W / V + 2 c lse) - u w_y [class = y] - s w / V with u = 1 - s, smoothing s, z-loss c, W the sum of class weights.
+    b holds p - 1 as minus the other classes' share, so that no 1 is subtracted from a probability near it.
+    """
+    log_total, total = sums.log_total, sums.others + sums.own
+    at_target = rows.weight * (1 - p.label_smoothing)
+    loss = (sums.top - z_target).add_(log_total).mul_(at_target)  # near probability 1, lse - z_target would cancel
+    a, b = at_target, -at_target * sums.others
+    if smooth is not None:
+        loss += (log_total * rows.weight_sum - smooth) * rows.one * (p.label_smoothing / p.cols)
+        on_each = rows.one * (rows.weight_sum * (p.label_smoothing / p.cols))
+        a, b = a + on_each, b + on_each * sums.own
+    if p.z_loss:
+        lse = sums.top + log_total
+        loss += lse.square() * rows.one * p.z_loss
+        on_each = rows.one * lse * (2 * p.z_loss)
+        a, b = a + on_each, b + on_each * sums.own
+    return torch.where(rows.kept, loss, 0.0), torch.stack((sums.top, a / total, b / total), 1)
+
+
 def row_losses(
     p: CrossEntropyProblem, z: torch.Tensor, rows: Rows, class_weight: torch.Tensor | None, buffer: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss and lse [rows] of capped logits; `buffer`, which may be z, is left holding exp(z - top), whose row sums come third."""
-    z_target = z.gather(1, rows.index[:, None])[:, 0]
-    smooth = z_target
-    if p.label_smoothing:
-        smooth = z.sum(1) if class_weight is None else z @ class_weight
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss [rows] and factors [rows, 3] of capped logits; `buffer`, which may be z, is left holding exp(z - top), 0 for the target."""
+    index, smooth = rows.index[:, None], None
+    z_target = z.gather(1, index)[:, 0]
     top = z.amax(1, keepdim=True).clamp_(min=torch.finfo(z.dtype).min)  # a row of -inf has lse -inf, not NaN
-    total = torch.sub(z, top, out=buffer).exp_().sum(1)
-    top, log_total = top[:, 0], total.log()
-    lse = top + log_total
-    loss = top.sub_(z_target).add_(log_total).mul_(rows.weight)  # near probability 1, lse - z_target would cancel
+    shifted = torch.sub(z, top, out=buffer)
     if p.label_smoothing:
-        loss *= 1 - p.label_smoothing
-        loss += (lse * rows.weight_sum - smooth) * rows.one * (p.label_smoothing / p.cols)
-    if p.z_loss:
-        loss += lse.square() * rows.one * p.z_loss
-    return torch.where(rows.kept, loss, 0.0), lse, total
+        smooth = shifted.sum(1) if class_weight is None else shifted @ class_weight
+    exponentials = shifted.exp_()
+    own = exponentials.gather(1, index)[:, 0]
+    sums = Sums(top[:, 0], exponentials.scatter_(1, index, 0.0).sum(1), own)
+    return row_results(p, rows, sums, z_target, smooth)
 
 
 def row_gradients(
     p: CrossEntropyProblem,
-    probability: torch.Tensor,
+    exponentials: torch.Tensor,
     capped_z: torch.Tensor | None,
     rows: Rows,
-    lse: torch.Tensor,
+    factors: torch.Tensor,
     scale: torch.Tensor | None,
     class_weight: torch.Tensor | None,
-    over: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """dlogits of the sum of losses times `scale` [rows], written over `probability`.
+    """dlogits of the sum of losses times `scale` [rows], written over `exponentials`, exp(z - top), whatever they are at the target.
 
-    dz = p (u w_y + s W / V + 2 c lse) - u w_y [class = y] - s w / V with u = 1 - s, smoothing s, z-loss c, W the sum of class
-    weights; dlogits = dz (1 - (z / cap)^2). Where `over` [rows] is given, `probability` lacks this divisor.
+    dz is that of `row_results`; dlogits = dz (1 - (z / cap)^2).
     """
-    at_target = rows.weight if scale is None else torch.where(rows.kept, rows.weight * scale, 0.0)
-    if p.label_smoothing or p.z_loss:
-        one = rows.one if scale is None else torch.where(rows.kept, rows.one * scale, 0.0)
-        at_target = at_target * (1 - p.label_smoothing)
-        on_p = at_target + one * (lse * (2 * p.z_loss) + rows.weight_sum * (p.label_smoothing / p.cols))
-        on_p = torch.where(rows.kept, on_p if over is None else on_p / over, 0.0)
-    else:
-        on_p = at_target if over is None else torch.where(rows.kept, at_target / over, 0.0)
-    dz = probability.mul_(on_p[:, None])
+    a, b = (torch.where(rows.kept, f if scale is None else f * scale, 0.0)[:, None] for f in factors.unbind(1)[1:])
+    dz = exponentials.mul_(a).scatter_(1, rows.index[:, None], b)
     if p.label_smoothing:
-        smooth = one * (p.label_smoothing / p.cols)
+        smooth = torch.where(rows.kept, rows.one if scale is None else rows.one * scale, 0.0) * (p.label_smoothing / p.cols)
         dz.sub_(smooth[:, None]) if class_weight is None else dz.addr_(smooth, class_weight, alpha=-1)
-    index = rows.index[:, None]
-    dz.scatter_(1, index, dz.gather(1, index) - at_target[:, None])
     if capped_z is not None:
         dz.mul_(1 - (capped_z / p.softcap).square_())
     return dz
@@ -142,24 +167,25 @@ def launch_fwd(
     class_weight: torch.Tensor | None,
     num_tokens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss, lse [rows], and the divisor of the mean (empty without one)."""
+    """The loss, factors [rows, 3], and the divisor of the mean (empty without one)."""
     dtype = compute_dtype(logits.dtype)
     weight = None if class_weight is None else class_weight.to(dtype)
     x, rows = as_rows(logits), read_targets(p, target, weight, dtype)
-    losses, lses = [], []
+    losses, factors = [], []
     buffer = None
     for start, stop in chunks(p.rows, p.cols, x.device):
         z = capped(p, x[start:stop], dtype)
         if buffer is None:
             buffer = torch.empty(z.shape, dtype=dtype, device=z.device)
-        loss, lse, _ = row_losses(p, z, rows.part(start, stop), weight, buffer[: stop - start])
+        loss, factors_M3 = row_losses(p, z, rows.part(start, stop), weight, buffer[: stop - start])
         losses.append(loss)
-        lses.append(lse)
-    loss, lse = (
-        pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else x.new_empty(0, dtype=dtype) for pieces in (losses, lses)
-    )
+        factors.append(factors_M3)
+    loss, factors_M3 = (
+        pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else x.new_empty(shape, dtype=dtype)
+        for pieces, shape in ((losses, (0,)), (factors, (0, 3)))
+    )  # fmt: skip
     reduced, divisor = reduce(p, loss, rows, num_tokens)
-    return reduced.view(target.shape) if p.reduction == "none" else reduced, lse, divisor
+    return reduced.view(target.shape) if p.reduction == "none" else reduced, factors_M3, divisor
 
 
 def launch_bwd(
@@ -169,11 +195,11 @@ def launch_bwd(
     logits: torch.Tensor,
     target: torch.Tensor,
     class_weight: torch.Tensor | None,
-    lse: torch.Tensor,
+    factors: torch.Tensor,
     divisor: torch.Tensor | None,
 ) -> torch.Tensor:
     """dlogits, of the dtype and shape of the logits."""
-    dtype = lse.dtype
+    dtype = factors.dtype
     weight = None if class_weight is None else class_weight.to(dtype)
     x, rows = as_rows(logits), read_targets(p, target, weight, dtype)
     scale = (dloss if divisor is None else dloss / divisor).reshape(-1).to(dtype).expand(p.rows)
@@ -182,8 +208,8 @@ def launch_bwd(
     for start, stop in chunks(p.rows, p.cols, x.device):
         z, part = capped(p, x[start:stop], dtype), out[start:stop]
         buffer = part if part.dtype == dtype else torch.empty(part.shape, dtype=dtype, device=part.device)
-        torch.sub(z, lse[start:stop, None], out=buffer).exp_()
-        row_gradients(p, buffer, z if p.softcap else None, rows.part(start, stop), lse[start:stop], scale[start:stop], weight)
+        torch.sub(z, factors[start:stop, :1], out=buffer).exp_()
+        row_gradients(p, buffer, z if p.softcap else None, rows.part(start, stop), factors[start:stop], scale[start:stop], weight)
         if buffer is not part:
             part.copy_(buffer)
     return dlogits

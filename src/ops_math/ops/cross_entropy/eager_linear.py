@@ -136,27 +136,25 @@ def launch_fwd(
     class_weight: torch.Tensor | None,
     num_tokens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """The loss, lse [rows], the divisor of the mean, and (where `when` is forward) dx, dweight, dbias of the sum of losses."""
+    """The loss, factors [rows, 3], the divisor of the mean, and (where `when` is forward) dx, dweight, dbias of the sum of losses."""
     layer = Layer(p, config, x, weight, bias)
     class_weight = None if class_weight is None else class_weight.to(layer.wide)
     rows = eager.read_targets(p.loss, target, class_weight, layer.wide)
-    loss, lse = (torch.empty(p.rows, dtype=layer.wide, device=x.device) for _ in range(2))
+    loss, factors = (torch.empty(shape, dtype=layer.wide, device=x.device) for shape in (p.rows, (p.rows, 3)))
     grads = Gradients(p, layer) if p.when == "forward" else None
     for start, stop, xs, logits in _chunks_of_logits(p, config, layer):
         for part, at in _pieces(logits, start):
             z, work = _opened(p, part, layer)
-            loss[at], lse[at], total = eager.row_losses(p.loss, z, rows.part(at.start, at.stop), class_weight, work)
+            loss[at], factors[at] = eager.row_losses(p.loss, z, rows.part(at.start, at.stop), class_weight, work)
             if grads is not None:
                 capped = z if p.softcap else None
-                _write(
-                    part, eager.row_gradients(p.loss, work, capped, rows.part(at.start, at.stop), lse[at], None, class_weight, over=total)
-                )
+                _write(part, eager.row_gradients(p.loss, work, capped, rows.part(at.start, at.stop), factors[at], None, class_weight))
         if grads is not None:
             grads.add(start, stop, xs, logits)
     reduced, divisor = eager.reduce(p.loss, loss, rows, num_tokens)
     none = loss.new_empty(0)
     results = (none, none.clone(), none.clone()) if grads is None else (grads.dx, grads.dw, grads.db)
-    return reduced.view(target.shape) if p.reduction == "none" else reduced, lse, divisor, *results
+    return reduced.view(target.shape) if p.reduction == "none" else reduced, factors, divisor, *results
 
 
 def launch_bwd(
@@ -168,7 +166,7 @@ def launch_bwd(
     target: torch.Tensor,
     bias: torch.Tensor | None,
     class_weight: torch.Tensor | None,
-    lse: torch.Tensor,
+    factors: torch.Tensor,
     divisor: torch.Tensor | None,
     dx: torch.Tensor | None,
     dweight: torch.Tensor | None,
@@ -185,11 +183,11 @@ def launch_bwd(
     for start, stop, xs, logits in _chunks_of_logits(p, config, layer):
         for part, at in _pieces(logits, start):
             z, work = _opened(p, part, layer)
-            torch.sub(z, lse[at, None], out=work).exp_()
+            torch.sub(z, factors[at, :1], out=work).exp_()
             scale = None if per_row is None else per_row[at]
             _write(
                 part,
-                eager.row_gradients(p.loss, work, z if p.softcap else None, rows.part(at.start, at.stop), lse[at], scale, class_weight),
+                eager.row_gradients(p.loss, work, z if p.softcap else None, rows.part(at.start, at.stop), factors[at], scale, class_weight),
             )
         grads.add(start, stop, xs, logits)
     return finish(p, x, common, divisor, grads.dx, grads.dw, grads.db)

@@ -27,7 +27,13 @@ def _problem_fwd(logits: torch.Tensor, target: torch.Tensor, class_weight: Maybe
 
 
 def _problem_bwd(
-    dloss: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, class_weight: Maybe, lse: torch.Tensor, divisor: Maybe, *options: Any
+    dloss: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: Maybe,
+    factors: torch.Tensor,
+    divisor: Maybe,
+    *options: Any,
 ) -> CrossEntropyProblem:
     return _problem_fwd(logits, target, class_weight, None, *options)
 
@@ -38,7 +44,7 @@ def _fake_fwd(
     dtype, reduction = compute_dtype(logits.dtype), options[-1]
     loss = logits.new_empty(target.shape if reduction == "none" else (), dtype=dtype)
     divisor = logits.new_empty((), dtype=dtype) if reduction == "mean" else absent(logits, dtype)
-    return loss, logits.new_empty((product(logits.shape[:-1]),), dtype=dtype), divisor
+    return loss, logits.new_empty((product(logits.shape[:-1]), 3), dtype=dtype), divisor
 
 
 def _fake_bwd(dloss: torch.Tensor, logits: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -50,7 +56,7 @@ OP = define(
     "cross_entropy",
     __package__,
     fwd=f"(Tensor logits, Tensor target, Tensor? class_weight, Tensor? num_tokens, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-    bwd=f"(Tensor dloss, Tensor logits, Tensor target, Tensor? class_weight, Tensor lse, Tensor? divisor, {_OPTIONS}) -> Tensor",
+    bwd=f"(Tensor dloss, Tensor logits, Tensor target, Tensor? class_weight, Tensor factors, Tensor? divisor, {_OPTIONS}) -> Tensor",
     fake_fwd=_fake_fwd,
     fake_bwd=_fake_bwd,
     problem_fwd=_problem_fwd,
@@ -60,14 +66,17 @@ OP = define(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Saves the logits and, row by row, their logsumexp."""
+    """Saves the logits and, row by row, `factors` [rows, 3]: the top logit, and a and b of dz = a exp(z - top), b at the target.
+
+    One logsumexp would lose the digits of a large logit, and 1 - p those of a probability near 1.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, class_weight: Maybe, num_tokens: Maybe, options: tuple[Any, ...]
     ) -> torch.Tensor:
-        loss, lse, divisor = OP.fwd(logits, target, class_weight, num_tokens, *options)
-        ctx.save_for_backward(logits, target, class_weight, lse, divisor if options[-1] == "mean" else None)
+        loss, factors, divisor = OP.fwd(logits, target, class_weight, num_tokens, *options)
+        ctx.save_for_backward(logits, target, class_weight, factors, divisor if options[-1] == "mean" else None)
         ctx.options = options
         return loss
 
@@ -144,8 +153,8 @@ def cross_entropy(
         A target outside the vocabulary is never used as an index: its row's loss and gradient are NaN, which no training
         overlooks; under `ops_math.checked()` it is an error that names the position, at the price of a synchronisation.
 
-    Precision: arithmetic and sums in fp32 (fp64 for fp64); the gradient is computed from logits and lse and rounded once, at the
-        store, after the subtraction of the target and the multiplication with the loss's gradient.
+    Precision: arithmetic and sums in fp32 (fp64 for fp64); the gradient is rounded once, at the store, after the multiplication
+        with the loss's gradient. It keeps its digits at logits of any size and at a probability near 1: no 1 is subtracted from one.
     Determinism: level 1.
     Raises: ArgumentError for wrong shapes, dtypes, devices and options out of their range.
     Source: Szegedy et al., Rethinking the Inception Architecture, 2015 (smoothing); Chowdhery et al., PaLM, 2022 (z-loss);

@@ -40,7 +40,7 @@ def _problem_bwd(
     target: torch.Tensor,
     bias: Maybe,
     class_weight: Maybe,
-    lse: torch.Tensor,
+    factors: torch.Tensor,
     divisor: Maybe,
     dx: Maybe,
     dweight: Maybe,
@@ -58,7 +58,7 @@ def _fake_fwd(
     rows, wide = product(x.shape[:-1]), compute_dtype(store)
     return (
         x.new_empty(target.shape if reduction == "none" else (), dtype=wide),
-        x.new_empty((rows,), dtype=wide),
+        x.new_empty((rows, 3), dtype=wide),
         x.new_empty((), dtype=wide) if reduction == "mean" else absent(x, wide),
         x.new_empty((rows, x.shape[-1]), dtype=wide) if need_dx else absent(x, wide),
         x.new_empty(weight.shape, dtype=wide) if need_dw else absent(x, wide),
@@ -83,7 +83,7 @@ _OPTIONS = (
     "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction, "
     "ScalarType store, bool need_dx, bool need_dw, bool need_db"
 )
-_SAVED = "Tensor lse, Tensor? divisor, Tensor? dx, Tensor? dweight, Tensor? dbias"
+_SAVED = "Tensor factors, Tensor? divisor, Tensor? dx, Tensor? dweight, Tensor? dbias"
 OP = define(
     "linear_cross_entropy",
     __package__,
@@ -117,11 +117,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]
         later = recompute or options[-1] == "none"
-        loss, lse, divisor, *grads = OP.fwd(
+        loss, factors, divisor, *grads = OP.fwd(
             x, weight, target, bias, class_weight, num_tokens, *options, store, *((False,) * 3 if later else needs)
         )
         kept = [None] * 3 if later else grads
-        ctx.save_for_backward(x, weight, target, bias, class_weight, lse, divisor if options[-1] == "mean" else None, *kept)
+        ctx.save_for_backward(x, weight, target, bias, class_weight, factors, divisor if options[-1] == "mean" else None, *kept)
         ctx.options = (*options, store, *needs)
         return loss
 

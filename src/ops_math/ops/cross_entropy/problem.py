@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ops_math.spec import ITEM_SIZE, Call, Case, Cost
+from ops_math.spec import DTYPE_OF, ITEM_SIZE, Call, Case, Cost
 
 
 class CrossEntropyProblem(NamedTuple):
@@ -38,11 +38,13 @@ def cost(p: CrossEntropyProblem, phase: str) -> Cost:
     flops = (("softmax", per_logit * p.rows * p.cols),)
     read = (("logits", logits), ("target", 8 * p.rows), ("class_weight", weight))
     if phase == "fwd":
-        return Cost(read, (("lse", row), ("loss", row if p.reduction == "none" else 4)), flops)
-    return Cost((*read, ("lse", row), ("dloss", row if p.reduction == "none" else 4)), (("dlogits", logits),), flops)
+        return Cost(read, (("factors", 3 * row), ("loss", row if p.reduction == "none" else 4)), flops)
+    return Cost((*read, ("factors", 3 * row), ("dloss", row if p.reduction == "none" else 4)), (("dlogits", logits),), flops)
 
 
 IGNORE = -100
+# By how much a target may stand out in float64: beyond, autograd of the reference, which subtracts p from 1, keeps fewer than 12 digits.
+SURE_ENOUGH = 11.0
 
 
 def targets(d: Any, num_classes: int, *shape: int, ignored: float = 0.0, ignore_index: int = IGNORE) -> torch.Tensor:
@@ -52,8 +54,8 @@ def targets(d: Any, num_classes: int, *shape: int, ignored: float = 0.0, ignore_
 
 
 def confident(d: Any, target: torch.Tensor, num_classes: int, margin: float) -> torch.Tensor:
-    """Logits whose target stands out, so that its probability is near 1."""
-    z = d.normal(target.numel(), num_classes)
+    """Logits whose target stands out, so that its probability is near 1; in float64 by `SURE_ENOUGH` at most."""
+    z, margin = d.normal(target.numel(), num_classes), min(margin, SURE_ENOUGH) if d.dtype == "fp64" else margin
     lifted = z.double().scatter_add(1, target.clamp_min(0).view(-1, 1), z.new_full((target.numel(), 1), margin, dtype=torch.float64))
     return lifted.to(z.dtype)
 
@@ -89,6 +91,18 @@ def _confident(rows: int, cols: int, margin: float, **options: Any) -> Any:
     def make(d: Any) -> Call:
         target = d.ints(cols, rows)
         return Call((confident(d, target, cols, margin), target), options)
+
+    return make
+
+
+def _far(rows: int, cols: int, offset: float, margin: float = 0.0, weighted: bool = False, **options: Any) -> Any:
+    """Logits around `offset`; with a margin the targets stand out by it."""
+
+    def make(d: Any) -> Call:
+        target = targets(d, cols, rows, ignored=0.1)
+        z = confident(d, target, cols, margin).double() + offset
+        given = {"class_weight": class_weights(d, cols)} if weighted else {}
+        return Call((z.to(DTYPE_OF[d.dtype]), target), {**given, **options})
 
     return make
 
@@ -170,6 +184,29 @@ CASES = (
     ),
     Case("confident, 0.99", "cross_entropy", _confident(30, 200, 11.0, reduction="none"), kind="confident"),
     Case("confident, 0.9999", "cross_entropy", _confident(30, 200, 15.0), kind="confident"),
+    # A probability of 1 - 1e-5 stands 17 to 20 above; bf16 has steps of 0.125 there, and of 4 at 1,000.
+    Case("confident, 1 - 1e-5", "cross_entropy", _confident(30, 200, 17.3, reduction="none"), kind="confident"),
+    Case("confident, 1 - 1e-5, smoothing", "cross_entropy", _confident(30, 200, 17.3, label_smoothing=1e-6), kind="confident"),
+    Case("confident, 1 - 1e-5, 4501 classes", "cross_entropy", _confident(3, 4501, 20.4, z_loss=1e-8), kind="confident"),
+    Case("confident, 1 - 1e-5, 4512 classes", "cross_entropy", _confident(3, 4512, 20.4, reduction="none"), kind="confident"),
+    Case("logits around 1000", "cross_entropy", _far(30, 200, 1000.0), kind="cancelling"),
+    Case("logits around -1000, 4501 classes", "cross_entropy", _far(5, 4501, -1000.0, reduction="none"), kind="cancelling"),
+    Case("logits around 1000, 4512 classes, smoothing", "cross_entropy", _far(5, 4512, 1000.0, label_smoothing=0.1), kind="cancelling"),
+    Case(
+        "logits around -1000, everything",
+        "cross_entropy",
+        _far(24, 131, -1000.0, weighted=True, label_smoothing=0.1, z_loss=1e-6, softcap=900.0),
+        frozen=W,
+        kind="cancelling",
+    ),
+    Case("logits around 1000, confident", "cross_entropy", _far(30, 200, 1000.0, margin=17.3, reduction="none"), kind="confident"),
+    Case(
+        "logits around -1000, confident, class weights",
+        "cross_entropy",
+        _far(24, 131, -1000.0, margin=17.0, weighted=True),
+        frozen=W,
+        kind="confident",
+    ),
     Case("large common offset", "cross_entropy", lambda d: Call((d.normal(20, 128, offset=50.0), d.ints(128, 20)), {}), kind="cancelling"),
     Case("rows of -inf", "cross_entropy", lambda d: sparse_rows(d, 20, 90)),
     Case("scores that overflow exp", "cross_entropy", _simple(16, 64, scale=200.0), kind="confident"),

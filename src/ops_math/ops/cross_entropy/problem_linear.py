@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ops_math.ops.cross_entropy.problem import IGNORE, CrossEntropyProblem, class_weights, targets
-from ops_math.spec import ITEM_SIZE, Call, Case, Cost
+from ops_math.ops.cross_entropy.problem import IGNORE, SURE_ENOUGH, CrossEntropyProblem, class_weights, targets
+from ops_math.spec import DTYPE_OF, ITEM_SIZE, Call, Case, Cost
 
 
 class LinearCrossEntropyProblem(NamedTuple):
@@ -70,12 +70,12 @@ def cost(p: LinearCrossEntropyProblem, phase: str) -> Cost:
     if phase == "fwd":
         now = p.when == "forward"
         written = tuple((name, n * wide) for name, n in needed) if now else ()
-        return Cost(inputs, (*written, ("lse", 4 * p.rows)), (("logits", one), softmax, *(learning if now else ())))
+        return Cost(inputs, (*written, ("factors", 12 * p.rows)), (("logits", one), softmax, *(learning if now else ())))
     sizes = {"dx": ITEM_SIZE[p.x], "dweight": ITEM_SIZE[p.weight], "dbias": ITEM_SIZE.get(p.bias, 0)}
     results = tuple((name, n * sizes[name]) for name, n in needed)
     if p.when == "forward":
         return Cost(tuple((name, n * wide) for name, n in needed), results, (("scale", sum(n for _, n in needed)),))
-    return Cost((*inputs, ("lse", 4 * p.rows)), results, (("logits", one), softmax, *learning))
+    return Cost((*inputs, ("factors", 12 * p.rows)), results, (("logits", one), softmax, *learning))
 
 
 def _made(d: Any, rows: int, hidden: int, cols: int, ignored: float, scale: float, weight_dtype: str | None) -> tuple[Any, ...]:
@@ -104,6 +104,24 @@ def _confident(d: Any, rows: int, hidden: int, cols: int) -> Call:
     """Each row of x is nearly its target's weight row, whose squared norm of about 12 stands out."""
     weight, target = d.normal(cols, hidden, scale=(12.0 / hidden) ** 0.5), d.ints(cols, rows)
     return Call((weight[target].clone(), weight, target), {})
+
+
+def _outstanding(rows: int, hidden: int, cols: int, margin: float, offset: float = 0.0, **options: Any) -> Any:
+    """Each row of x is its target's weight row, whose squared norm is `margin`; a bias lifts all logits by `offset`.
+
+    Norms are equal, since else the few rows that are least sure would be all of the gradient. In float64 the margin is at most
+    `SURE_ENOUGH`.
+    """
+
+    def make(d: Any) -> Call:
+        weight = d.normal(cols, hidden, dtype="fp64")
+        square = min(margin, SURE_ENOUGH) if d.dtype == "fp64" else margin
+        weight = (weight * (square**0.5 / weight.norm(dim=1, keepdim=True))).to(DTYPE_OF[d.dtype])
+        target = d.ints(cols, rows)
+        given = {"bias": d.normal(cols, offset=offset)} if offset else {}
+        return Call((weight[target].clone(), weight, target), {**given, **options})
+
+    return make
 
 
 def _named(shape: tuple[int, ...], target: Any, **options: Any) -> Any:
@@ -151,6 +169,15 @@ CASES = (
     Case("everything", "linear_cross_entropy", _everything(), frozen=("class_weight",)),
     Case("everything, none", "linear_cross_entropy", _everything(reduction="none"), frozen=("class_weight",)),
     Case("confident", "linear_cross_entropy", lambda d: _confident(d, 40, 64, 100), kind="confident"),
+    Case("confident, 1 - 1e-5", "linear_cross_entropy", _outstanding(40, 256, 100, 17.5), kind="confident"),
+    Case("confident, 1 - 1e-5, none", "linear_cross_entropy", _outstanding(40, 256, 100, 17.5, reduction="none"), kind="confident"),
+    Case("logits around 1000", "linear_cross_entropy", _outstanding(40, 64, 100, 3.0, 1000.0), kind="cancelling"),
+    Case(
+        "logits around -1000, recomputed",
+        "linear_cross_entropy",
+        _outstanding(40, 64, 100, 3.0, -1000.0, label_smoothing=0.1, z_loss=1e-6, recompute=True),
+        kind="cancelling",
+    ),
     Case("only x learns", "linear_cross_entropy", _simple(33, 32, 128), frozen=(1,)),
     Case("only the weight learns", "linear_cross_entropy", _simple(33, 32, 128), frozen=(0,)),
     Case("only the weight learns, none", "linear_cross_entropy", _simple(33, 32, 128, reduction="none"), frozen=(0,)),

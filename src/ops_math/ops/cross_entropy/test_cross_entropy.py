@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ops_math as om
-from ops_math.ops.cross_entropy import reference
+from ops_math import catalog
+from ops_math.ops.cross_entropy import eager, problem, reference
+from ops_math.testing import Fault, conformance, planted
 
 SYNCHRONISING = ("_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
 
@@ -180,3 +188,148 @@ def test_targets_of_the_wrong_kind_or_shape_are_refused_in_words():
         om.cross_entropy(logits, target.view(4, 3))
     with pytest.raises(om.ArgumentError, match="logits must be of at least one element in dimension -1"):
         om.cross_entropy(torch.empty(4, 0), torch.zeros(4, dtype=torch.int64))
+
+
+# Digits that one logsumexp a row would lose
+
+
+FAR = {"around 1000": (1000.0, False), "around -1000": (-1000.0, False), "sure": (0.0, True), "sure, around 1000": (1000.0, True)}
+FEW_ROUNDINGS = 2e-6  # of a row's gradient or loss: some 20 units of fp32, for exponentials of up to 30 and their sums
+
+
+def far_logits(kind, classes, rows=6):
+    """fp32 logits around an offset; where sure, each target's probability is within 1e-5 of 1."""
+    offset, sure = FAR[kind]
+    generator = torch.Generator().manual_seed(classes)
+    z, target = torch.randn(rows, classes, generator=generator), torch.randint(0, classes, (rows,), generator=generator)
+    if sure:
+        z.scatter_(1, target[:, None], math.log(classes) + 12.5)
+    return z + offset, target
+
+
+def exact(logits, target):
+    """Losses [rows] and their gradients in float64, with the other classes' share summed rather than subtracted from 1."""
+    z, index = logits.double(), target[:, None]
+    others = torch.logsumexp(z.scatter(1, index, float("-inf")), 1, keepdim=True)
+    behind = others - z.gather(1, index)
+    loss = torch.logaddexp(behind, torch.zeros_like(behind))
+    return loss[:, 0], torch.softmax(z, 1).scatter(1, index, -torch.sigmoid(behind))
+
+
+def too_wrong(fn, logits, target):
+    """Rows whose loss or gradient errs by more than a few roundings, as numbers."""
+    leaf = logits.clone().requires_grad_()
+    loss = fn(leaf, target)
+    (dlogits,) = torch.autograd.grad(loss.sum(), leaf)
+    want, want_dlogits = exact(logits, target)
+    errors = (loss.double() - want).abs() / want, (dlogits.double() - want_dlogits).norm(dim=1) / want_dlogits.norm(dim=1)
+    return [e.max().item() for e in errors if not e.max() <= FEW_ROUNDINGS]
+
+
+def unreduced(logits, target):
+    return om.cross_entropy(logits, target, reduction="none")
+
+
+@pytest.mark.parametrize("classes", [2, 200, 4501])
+@pytest.mark.parametrize("kind", FAR)
+@pytest.mark.parametrize("implementation", ["eager", "vendor"])
+def test_far_logits_and_sure_rows_keep_all_digits_of_loss_and_gradient(implementation, kind, classes):
+    logits, target = far_logits(kind, classes)
+    if "sure" in kind:
+        assert exact(logits, target)[0].max() < 1e-5
+    with om.force(cross_entropy=implementation):
+        assert too_wrong(unreduced, logits, target) == []
+
+
+def test_the_check_for_lost_digits_sees_one_logsumexp_a_row():
+    class OneNumber(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, logits, target):
+            lse = torch.logsumexp(logits, 1)
+            ctx.save_for_backward(logits, target, lse)
+            return lse - logits.gather(1, target[:, None])[:, 0]
+
+        @staticmethod
+        def backward(ctx, dloss):
+            logits, target, lse = ctx.saved_tensors
+            p = torch.exp(logits - lse[:, None])
+            return p.scatter_add(1, target[:, None], -torch.ones(len(target), 1)), None
+
+    for kind in FAR:
+        assert len(too_wrong(OneNumber.apply, *far_logits(kind, 200))) == 2
+
+
+def one_logsumexp(launcher):
+    """The backward from a single number a row, as fp32 rounds it."""
+
+    def faulty(problem, config, dloss, logits, target, class_weight, factors, divisor):
+        index = target.reshape(-1, 1).clamp_min(0)
+        z = eager.capped(problem, logits.reshape(len(index), -1), factors.dtype)
+        weight = 1.0 if class_weight is None else class_weight[index[:, 0]]
+        lse = torch.logsumexp(z, 1)
+        on_p = factors[:, 1] * torch.exp(lse - factors[:, 0])
+        on_target = on_p * torch.exp(z.gather(1, index)[:, 0] - lse) - (1 - problem.label_smoothing) * weight
+        one = torch.stack((lse, on_p, on_target), 1)
+        return launcher(problem, config, dloss, logits, target, class_weight, one, divisor)
+
+    return faulty
+
+
+# Far logits alone do not show it there: the budget allows what one unit of a logit of 1,000 moves, which is as much.
+SURE_CASES = [
+    c for c in problem.CASES if c.name.startswith("confident, 1 - 1e-5") or c.name.endswith((", confident", "confident, class weights"))
+]
+
+
+@pytest.mark.parametrize("case", SURE_CASES, ids=lambda c: c.name)
+def test_the_budget_of_sure_rows_catches_one_logsumexp_a_row(case):
+    operator = catalog.operators()["cross_entropy"]
+    for implementation in ("eager", "vendor"):
+        if conformance.able(operator, case, "fp32", implementation, "cpu") is None:
+            assert conformance.check_budget(operator, case, "fp32", implementation) == []
+            with planted(operator, implementation, Fault("one logsumexp a row", "bwd", one_logsumexp)):
+                assert conformance.check_budget(operator, case, "fp32", implementation) != []
+
+
+def test_smoothing_keeps_the_digits_of_losses_far_from_zero():
+    logits, target = far_logits("around 1000", 200)
+    weight = torch.rand(200, generator=torch.Generator().manual_seed(1))
+    for options in ({"label_smoothing": 0.3}, {"label_smoothing": 1.0}, {"label_smoothing": 0.3, "class_weight": weight}):
+        want = reference.cross_entropy(logits.double(), target, reduction="none", **options)
+        loss = om.cross_entropy(logits, target, reduction="none", **options)
+        assert ((loss.double() - want).abs() / want).max() < FEW_ROUNDINGS
+
+
+INTERPRETED = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+import torch
+import ops_math as om
+from ops_math import catalog
+from ops_math.ops.cross_entropy import triton_gpu_linear as linear
+from ops_math.ops.cross_entropy.test_cross_entropy import FAR, far_logits, too_wrong, unreduced
+torch.set_num_threads(1)
+om.force(cross_entropy="triton_gpu", linear_cross_entropy="triton_gpu")
+found = []
+for kind in FAR:
+    for classes in (200, 4501, 4512):
+        found += [f"{kind}, {classes}: {e}" for e in too_wrong(unreduced, *far_logits(kind, classes, rows=3))]
+    logits, target = far_logits(kind, 64, rows=3)
+    for config in (linear.Config(16, 64, 8, True, 32, 4), linear.Config(16, 32, 8, False, 64, 4)):
+        linear.configs = lambda p, device, phase, config=config: (config,)
+        catalog.operators()["linear_cross_entropy"].forget()
+        for options in ({}, {"recompute": True}):
+            summed = lambda x, y: om.linear_cross_entropy(x, torch.eye(64), y, reduction="sum", **options)
+            for row in range(3):
+                one = slice(row, row + 1)
+                found += [f"{kind}, {config}, {options}: {e}" for e in too_wrong(summed, logits[one], target[one])]
+print("\\n".join(found) or "none")
+"""
+
+
+@pytest.mark.interpreter
+def test_the_kernels_keep_the_digits_of_far_logits_and_sure_rows_too():
+    pytest.importorskip("triton", reason="needs Triton's interpreter")
+    environment = {**os.environ, "PYTHONPATH": str(Path(om.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    answer = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert answer.stdout.strip() == "none", answer.stdout + answer.stderr[-2000:]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import ops_math as om
 from ops_math.ops.cross_entropy import eager_linear, op_linear, reference_linear
-from ops_math.ops.cross_entropy.test_cross_entropy import SYNCHRONISING, _Seen
+from ops_math.ops.cross_entropy.test_cross_entropy import FAR, SYNCHRONISING, _Seen, far_logits, too_wrong
 
 
 def _inputs(rows=12, hidden=16, classes=40, seed=0, dtype=torch.float32):
@@ -143,11 +143,20 @@ def test_products_in_bf16_round_once_more_and_no_worse():
     problem = op_linear.OP.phases["fwd"].problem_of(x, weight, target, None, None, None, *options)
     errors = {}
     for config in ("fp32_products", "bf16_products"):
-        _, lse, divisor, *grads = eager_linear.launch_fwd(problem, config, x.detach(), weight.detach(), target, None, None, None)
-        got = eager_linear.launch_bwd(problem, config, torch.ones(()), x, weight, target, None, None, lse, divisor, *grads)
+        _, factors, divisor, *grads = eager_linear.launch_fwd(problem, config, x.detach(), weight.detach(), target, None, None, None)
+        got = eager_linear.launch_bwd(problem, config, torch.ones(()), x, weight, target, None, None, factors, divisor, *grads)
         errors[config] = [((g.double() - w).norm() / w.norm()).item() for g, w in zip(got, want, strict=False)]
     for once, twice in zip(errors["fp32_products"], errors["bf16_products"], strict=True):
         assert once < twice < 2 * once
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"reduction": "none"}], ids=["at once", "recomputed", "none"])
+@pytest.mark.parametrize("kind", FAR)
+def test_far_logits_and_sure_rows_keep_all_digits_of_loss_and_gradient(kind, options):
+    logits, target = far_logits(kind, 200)
+    for row in range(6):
+        one = slice(row, row + 1)
+        assert too_wrong(lambda x, y: om.linear_cross_entropy(x, torch.eye(200), y, **options), logits[one], target[one]) == []
 
 
 VARIANTS = """

@@ -1,7 +1,7 @@
 """The linear layer and its loss on a GPU: cuBLAS products by chunks, and Triton kernels that turn logits into their gradient in place.
 
 Where gradients are computed in the forward, a chunk is some rows with the whole vocabulary: three products a chunk, and the weight's
-gradient is added up in fp32. Where they are computed in the backward, from lse, a chunk is all rows with a slice of the vocabulary:
+gradient is added up in fp32. Where they are computed in the backward, from factors, a chunk is all rows with a slice of the vocabulary:
 a slice's weight gradient is one product, rounded once, and no fp32 copy of the weight exists.
 
 Roundings are those of eager_linear. Where a PyTorch cannot multiply 16-bit operands into fp32, products are rounded to 16 bits before
@@ -20,11 +20,12 @@ import triton.language as tl
 from ops_math import features
 from ops_math.backends.launch import launch
 from ops_math.layout import as_rows
-from ops_math.ops._tiles.class_target import read_target, row_factors, row_loss
-from ops_math.ops._tiles.log_sum_exp import lane_finish, lane_update, soft_capped, tanh
+from ops_math.ops._tiles.class_target import read_target, reference_of, row_results
+from ops_math.ops._tiles.log_sum_exp import lane_finish, soft_capped, tanh
 from ops_math.ops.cross_entropy import triton_gpu as kernels
 from ops_math.ops.cross_entropy.eager_linear import factor_of, finish, row_scales
 from ops_math.ops.cross_entropy.problem_linear import LinearCrossEntropyProblem
+from ops_math.ops.cross_entropy.triton_gpu import visit
 from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device
 
 PASSES = 1.2
@@ -86,7 +87,7 @@ def configs(p: LinearCrossEntropyProblem, device: Device, phase: str) -> tuple[C
 
 @triton.jit
 def _loss_gradient_kernel(
-    logits_ptr, target_ptr, class_weight_ptr, weight_sum_ptr, loss_ptr, lse_ptr, divisor_ptr, num_cols, num_stored, logits_stride,
+    logits_ptr, target_ptr, class_weight_ptr, weight_sum_ptr, loss_ptr, factors_ptr, divisor_ptr, num_cols, num_stored, logits_stride,
     ignore_index, smoothing, smooth, z_loss, softcap,
     HAS_WEIGHT: tl.constexpr, SMOOTHING: tl.constexpr, HAS_CAP: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -107,29 +108,28 @@ def _loss_gradient_kernel(
     top = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
     smooth_lanes = tl.zeros([LANES], tl.float32)
+    reference = reference_of(z_target)
     read = tl.where(kept, num_cols, 0)  # an ignored row is not read
-    for start in range(0, read, BLOCK_N):
-        cols = start + offsets
-        mask = cols < read
-        z = tl.load(logits_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
-        if HAS_CAP:
-            z = tl.where(mask, soft_capped(z, softcap), float("-inf"))
-        if SMOOTHING:
-            every = tl.where(mask, z, 0.0)
-            if HAS_WEIGHT:
-                every = every * tl.load(class_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-            smooth_lanes += tl.sum(every, 1)
-        top, total = lane_update(top, total, z)
-    base, log_total = lane_finish(top, total)
-    lse = base + log_total
-    smooth_total = smoothing
+    first = index.to(tl.int32) // BLOCK_N * BLOCK_N  # the target's tile goes first, so that no other one looks for it
+    top, total, smooth_lanes = visit(
+        logits_ptr, class_weight_ptr, first + offsets, read, index.to(tl.int32), reference, softcap, top, total, smooth_lanes,
+        HAS_WEIGHT, SMOOTHING, HAS_CAP, "evict_last",
+    )  # fmt: skip
+    for start in range(0, read - BLOCK_N, BLOCK_N):
+        cols = tl.where(start < first, start, start + BLOCK_N) + offsets
+        top, total, smooth_lanes = visit(
+            logits_ptr, class_weight_ptr, cols, read, None, reference, softcap, top, total, smooth_lanes,
+            HAS_WEIGHT, SMOOTHING, HAS_CAP, "evict_last",
+        )  # fmt: skip
+    row_top, below, others = lane_finish(top, total, z_target)
+    smooth_total, smooth_sum = smoothing, tl.sum(smooth_lanes, 0)
     if SMOOTHING:
         if HAS_WEIGHT:
             smooth_total = smooth * tl.load(weight_sum_ptr).to(tl.float32)
-    loss = row_loss(
-        lse, (base - z_target) + log_total, tl.sum(smooth_lanes, 0), smooth_total, kept, weight, one, smoothing, smooth, z_loss, SMOOTHING
+    loss, on_other, on_target = row_results(
+        row_top, below, others, smooth_sum, smooth_total, kept, weight, one, smoothing, smooth, z_loss, SMOOTHING
     )
-    on_p, at_target, on_all = row_factors(lse, smooth_total, weight, one, 1.0, smoothing, smooth, z_loss)
+    on_all = one * smooth
 
     num_tiles = tl.cdiv(num_stored, BLOCK_N)
     for i in range(num_tiles):  # from the end, which the caches still hold
@@ -138,7 +138,7 @@ def _loss_gradient_kernel(
         if HAS_CAP:
             t = tanh(z / softcap)
             z = softcap * t
-        dz = tl.exp(z - lse) * on_p - tl.where(cols == index.to(tl.int32), at_target, 0.0)
+        dz = tl.where(cols == index.to(tl.int32), on_target, tl.exp(z - row_top) * on_other)
         if SMOOTHING:
             if HAS_WEIGHT:
                 dz -= on_all * tl.load(class_weight_ptr + cols, mask=cols < read, other=0.0).to(tl.float32)
@@ -150,7 +150,9 @@ def _loss_gradient_kernel(
         tl.store(logits_ptr + cols, dz.to(logits_ptr.dtype.element_ty), mask=cols < num_stored)
 
     tl.store(loss_ptr + row, loss)
-    tl.store(lse_ptr + row, lse)
+    tl.store(factors_ptr + 3 * row, row_top)
+    tl.store(factors_ptr + 3 * row + 1, on_other)
+    tl.store(factors_ptr + 3 * row + 2, on_target)
     tl.store(divisor_ptr + row, weight)
 
 
@@ -209,10 +211,10 @@ def launch_fwd(
     class_weight: torch.Tensor | None,
     num_tokens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """The loss, lse [rows], the divisor of the mean, and (where `when` is forward) dx, dweight, dbias of the sum of losses."""
+    """The loss, factors [rows, 3], the divisor of the mean, and (where `when` is forward) dx, dweight, dbias of the sum of losses."""
     layer, target_M = _Layer(p, config, x, weight, bias), target.reshape(-1)
-    loss, lse, row_divisor = (torch.empty(p.rows, dtype=torch.float32, device=x.device) for _ in range(3))
-    o = kernels.operands(p.loss, class_weight, lse)
+    loss, factors, row_divisor = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in (p.rows, (p.rows, 3), p.rows))
+    o = kernels.operands(p.loss, class_weight, loss)
     now = p.when == "forward"
     shapes = (
         (p.rows, p.hidden) if p.need_dx else (0,),
@@ -229,7 +231,7 @@ def launch_fwd(
         stop = min(start + chunk, p.rows)
         xs, logits = layer.x[start:stop].to(layer.store), buffer[: stop - start]
         layer.logits(xs, 0, layer.width, logits)
-        _loss(p, config, now, logits, target_M[start:stop], o, tuple(t[start:stop] for t in (loss, lse, row_divisor)))
+        _loss(p, config, now, logits, target_M[start:stop], o, tuple(t[start:stop] for t in (loss, factors, row_divisor)))
         if p.need_dx:
             _multiply(logits, layer.weight, dx[start:stop])
         if p.need_dw:
@@ -238,9 +240,9 @@ def launch_fwd(
             torch.sum(logits, 0, dtype=torch.float32, out=db) if start == 0 else db.add_(logits.sum(0, dtype=torch.float32))
     grads = dx, dw[: p.cols], db[: p.cols]
     if p.reduction == "none":
-        return loss.view(target.shape), lse, loss.new_empty(0), *grads
+        return loss.view(target.shape), factors, loss.new_empty(0), *grads
     reduced, divisor = kernels.launch_reduce(p.loss, target_M, num_tokens, loss, row_divisor)
-    return reduced, lse, divisor, *grads
+    return reduced, factors, divisor, *grads
 
 
 def _loss(
@@ -260,21 +262,13 @@ def _loss(
             **o.flags, GROUP=kernels.lanes(p.store), BLOCK_N=config.block_n, num_warps=config.num_warps,
         )  # fmt: skip
         return
-    kernels.launch_rows(p.loss, _row_tile(p, config), logits, target, o, per_row)
+    kernels.launch_rows(p.loss, kernels.row_tile(p.loss), logits, target, o, per_row)
     if now:
         kernels.launch_gradient(p.loss, _pieces(logits.shape[1]), _one(logits), logits, target, per_row[1], logits, o)
 
 
 def _one(like: torch.Tensor) -> torch.Tensor:
     return torch.ones((), dtype=torch.float32, device=like.device)
-
-
-def _row_tile(p: LinearCrossEntropyProblem, config: Config) -> kernels.Config:
-    """The loss kernel's tile: whole rows where they fit, else a stream."""
-    block_n = triton.next_power_of_2(p.cols)
-    if p.cols > kernels.WIDEST:
-        return kernels.Config(1, config.block_n, config.num_warps)
-    return kernels.Config(max(1, min(2048 // block_n, 128)), block_n, max(4, block_n // 512))
 
 
 def _pieces(width: int) -> kernels.Config:
@@ -292,7 +286,7 @@ def launch_bwd(
     target: torch.Tensor,
     bias: torch.Tensor | None,
     class_weight: torch.Tensor | None,
-    lse: torch.Tensor,
+    factors: torch.Tensor,
     divisor: torch.Tensor | None,
     dx: torch.Tensor | None,
     dweight: torch.Tensor | None,
@@ -305,7 +299,7 @@ def launch_bwd(
     per_row, common = row_scales(p, dloss, target, torch.float32)
     scale = _one(x) if per_row is None else per_row
     factor = factor_of(common, divisor)
-    o = kernels.operands(p.loss, class_weight, lse)
+    o = kernels.operands(p.loss, class_weight, factors, loss=False)
     xs, width = layer.x.to(layer.store), min(config.slice_cols, layer.width)
     wide_dx = torch.empty((p.rows, p.hidden) if p.need_dx else (0,), dtype=torch.float32, device=x.device)
     out_dw = weight.new_empty((p.cols, p.hidden) if p.need_dw else (0,))
@@ -316,7 +310,7 @@ def launch_bwd(
         stop, last = min(first + width, layer.width), min(first + width, p.cols)
         logits = buffer[:, : stop - first]
         layer.logits(xs, first, stop, logits)
-        kernels.launch_gradient(p.loss, _pieces(stop - first), scale, logits, target_M, lse, logits, o, first)
+        kernels.launch_gradient(p.loss, _pieces(stop - first), scale, logits, target_M, factors, logits, o, first)
         if p.need_dx:
             _multiply(logits, layer.weight[first:stop], wide_dx) if first == 0 else _accumulate(logits, layer.weight[first:stop], wide_dx)
         if p.need_dw and last > first:

@@ -10,13 +10,39 @@ import triton
 import triton.language as tl
 
 from ops_math.backends.launch import launch
-from ops_math.ops._tiles.class_target import read_target, row_factors, row_loss
+from ops_math.ops._tiles.class_target import read_target, reference_of, row_results
 from ops_math.ops._tiles.log_sum_exp import lane_finish, lane_update, soft_capped, tanh
 
 
 @triton.jit
+def _visit(
+    groups_ptr, class_weight_ptr, group, num_groups, lead, num_cols, hidden, reference, softcap, top, total, smooth_lanes,
+    HAS_WEIGHT: tl.constexpr, SMOOTHING: tl.constexpr, HAS_CAP: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The lanes of a row after its groups `group`, without the value at `hidden`; None hides none, and costs nothing."""
+    within = tl.arange(0, GROUP)
+    offsets = group[:, None] * GROUP + within[None, :]
+    some = (group < num_groups)[:, None] & (within < GROUP)[None, :]  # the same for a whole group, so that it is one load
+    z = tl.load(groups_ptr + offsets, mask=some, other=float("-inf")).to(tl.float32)
+    cols = offsets - lead
+    mask = (cols >= 0) & (cols < num_cols)
+    if HAS_CAP:
+        z = soft_capped(z, softcap)
+    z = tl.where(mask, z, float("-inf"))
+    if SMOOTHING:
+        every = tl.where(mask, z - reference, 0.0)
+        if HAS_WEIGHT:
+            every = every * tl.load(class_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        smooth_lanes += tl.sum(every, 1)
+    if hidden is not None:
+        z = tl.where(offsets == hidden, float("-inf"), z)
+    top, total = lane_update(top, total, z)
+    return top, total, smooth_lanes
+
+
+@triton.jit
 def _fwd_kernel(
-    base_ptr, target_ptr, class_weight_ptr, weight_sum_ptr, loss_ptr, lse_ptr, divisor_ptr, num_cols, first, logits_stride,
+    base_ptr, target_ptr, class_weight_ptr, weight_sum_ptr, loss_ptr, factors_ptr, divisor_ptr, num_cols, first, logits_stride,
     ignore_index, smoothing, smooth, z_loss, softcap,
     HAS_WEIGHT: tl.constexpr, SMOOTHING: tl.constexpr, HAS_CAP: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -25,7 +51,7 @@ def _fwd_kernel(
     lead = (begin % GROUP).to(tl.int32)
     groups_ptr = base_ptr + (begin // GROUP) * GROUP
     LANES: tl.constexpr = BLOCK_N // GROUP
-    lanes, within = tl.arange(0, LANES), tl.arange(0, GROUP)
+    lanes = tl.arange(0, LANES)
 
     kept, index, one = read_target(tl.load(target_ptr + row), num_cols, ignore_index)
     z_target = tl.load(base_ptr + begin + index).to(tl.float32)
@@ -38,34 +64,33 @@ def _fwd_kernel(
     top = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
     smooth_lanes = tl.zeros([LANES], tl.float32)
+    reference = reference_of(z_target)
     num_groups = tl.where(kept, tl.cdiv(lead + num_cols, GROUP), 0)  # an ignored row is not read
-    for start in range(0, num_groups, LANES):
-        group = start + lanes
-        offsets = group[:, None] * GROUP + within[None, :]
-        some = (group < num_groups)[:, None] & (within < GROUP)[None, :]  # the same for a whole group, so that it is one load
-        z = tl.load(groups_ptr + offsets, mask=some, other=float("-inf")).to(tl.float32)
-        cols = offsets - lead
-        mask = (cols >= 0) & (cols < num_cols)
-        if HAS_CAP:
-            z = soft_capped(z, softcap)
-        z = tl.where(mask, z, float("-inf"))
-        if SMOOTHING:
-            every = tl.where(mask, z, 0.0)
-            if HAS_WEIGHT:
-                every = every * tl.load(class_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-            smooth_lanes += tl.sum(every, 1)
-        top, total = lane_update(top, total, z)
-    base, log_total = lane_finish(top, total)
-    lse = base + log_total
-    smooth_total = smoothing
+    hidden = index.to(tl.int32) + lead
+    first = hidden // BLOCK_N * LANES  # the target's tile goes first, so that no other one looks for it
+    top, total, smooth_lanes = _visit(
+        groups_ptr, class_weight_ptr, first + lanes, num_groups, lead, num_cols, hidden, reference, softcap, top, total, smooth_lanes,
+        HAS_WEIGHT, SMOOTHING, HAS_CAP, GROUP,
+    )  # fmt: skip
+    for start in range(0, num_groups - LANES, LANES):
+        group = tl.where(start < first, start, start + LANES) + lanes
+        top, total, smooth_lanes = _visit(
+            groups_ptr, class_weight_ptr, group, num_groups, lead, num_cols, None, reference, softcap, top, total, smooth_lanes,
+            HAS_WEIGHT, SMOOTHING, HAS_CAP, GROUP,
+        )  # fmt: skip
+    row_top, below, others = lane_finish(top, total, z_target)
+    smooth_total, smooth_sum = smoothing, tl.sum(smooth_lanes, 0)
     if SMOOTHING:
         if HAS_WEIGHT:
             smooth_total = smooth * tl.load(weight_sum_ptr).to(tl.float32)
-    surprise = (base - z_target) + log_total
-    loss = row_loss(lse, surprise, tl.sum(smooth_lanes, 0), smooth_total, kept, weight, one, smoothing, smooth, z_loss, SMOOTHING)
+    loss, on_other, on_target = row_results(
+        row_top, below, others, smooth_sum, smooth_total, kept, weight, one, smoothing, smooth, z_loss, SMOOTHING
+    )
 
     tl.store(loss_ptr + row, loss)
-    tl.store(lse_ptr + row, lse)
+    tl.store(factors_ptr + 3 * row, row_top)
+    tl.store(factors_ptr + 3 * row + 1, on_other)
+    tl.store(factors_ptr + 3 * row + 2, on_target)
     tl.store(divisor_ptr + row, weight)
 
 
@@ -80,8 +105,8 @@ def _of_row(pair, second):
 
 @triton.jit
 def _bwd_kernel(
-    scale_ptr, logits_ptr, target_ptr, class_weight_ptr, weight_sum_ptr, lse_ptr, dlogits_ptr, num_rows, num_cols, scale_stride,
-    ignore_index, smoothing, smooth, z_loss, softcap,
+    scale_ptr, logits_ptr, target_ptr, class_weight_ptr, factors_ptr, dlogits_ptr, num_rows, num_cols, scale_stride,
+    ignore_index, smooth, softcap,
     HAS_WEIGHT: tl.constexpr, SMOOTHING: tl.constexpr, HAS_CAP: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0).to(tl.int64) * BLOCK
@@ -96,24 +121,19 @@ def _bwd_kernel(
     rows = first_row + tl.arange(0, 2)
     here = rows < num_rows
     kept, index, one = read_target(tl.load(target_ptr + rows, mask=here, other=ignore_index), num_cols, ignore_index)
-    lse = tl.load(lse_ptr + rows, mask=here, other=0.0)
+    top = tl.load(factors_ptr + 3 * rows, mask=here, other=0.0)
+    on_other = tl.load(factors_ptr + 3 * rows + 1, mask=here, other=0.0)
+    on_target = tl.load(factors_ptr + 3 * rows + 2, mask=here, other=0.0)
     scale = tl.load(scale_ptr + rows * scale_stride, mask=here, other=0.0).to(tl.float32)
-    weight = one
-    if HAS_WEIGHT:
-        weight = one * tl.load(class_weight_ptr + index).to(tl.float32)
     z = tl.load(logits_ptr + begin + offsets, mask=some, other=0.0).to(tl.float32)
 
-    smooth_total = smoothing
-    if SMOOTHING:
-        if HAS_WEIGHT:
-            smooth_total = smooth * tl.load(weight_sum_ptr).to(tl.float32)
-    on_p, at_target, on_all = row_factors(lse, smooth_total, weight, one, scale, smoothing, smooth, z_loss)
     if HAS_CAP:
         t = tanh(z / softcap)
         z = softcap * t
-    dz = tl.exp(z - _of_row(lse, second)) * _of_row(on_p, second)
-    dz -= tl.where(cols == _of_row(index.to(tl.int32), second), _of_row(at_target, second), 0.0)
+    dz = tl.exp(z - _of_row(top, second)) * _of_row(on_other * scale, second)
+    dz = tl.where(cols == _of_row(index.to(tl.int32), second), _of_row(on_target * scale, second), dz)
     if SMOOTHING:
+        on_all = one * scale * smooth
         if HAS_WEIGHT:
             dz -= _of_row(on_all, second) * tl.load(class_weight_ptr + cols, mask=some & (cols < num_cols), other=0.0).to(tl.float32)
         else:
@@ -146,7 +166,7 @@ def launch_rows(
     num_cols: int, logits: torch.Tensor, target: torch.Tensor, tensors: tuple[torch.Tensor, ...], scalars: tuple[float, ...],
     flags: dict[str, bool], block_n: int, num_warps: int,
 ) -> None:  # fmt: skip
-    """Row losses, lse and divisors of a matrix of logits; `tensors` are class weights, their sum, and the three results."""
+    """Row losses, factors and divisors of a matrix of logits; `tensors` are class weights, their sum, and the three results."""
     size = logits.element_size()
     first = logits.data_ptr() % 16 // size
     base = logits.as_strided((1,), (1,), logits.storage_offset() - first)  # a view that starts on a boundary, as its storage does
@@ -157,11 +177,11 @@ def launch_rows(
 
 
 def launch_gradient(
-    scale: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor, weight_sum: torch.Tensor,
-    lse: torch.Tensor, dlogits: torch.Tensor, scalars: tuple[float, ...], flags: dict[str, bool], block_n: int, num_warps: int,
+    scale: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor, factors: torch.Tensor,
+    dlogits: torch.Tensor, scalars: tuple[float, ...], flags: dict[str, bool], block_n: int, num_warps: int,
 ) -> None:  # fmt: skip
     """dlogits of a contiguous matrix into an `empty_line`; rows must be wider than `block_n`."""
     launch(
-        _bwd_kernel, (triton.cdiv(logits.numel(), block_n),), scale, logits, target, class_weight, weight_sum, lse, dlogits, *logits.shape,
+        _bwd_kernel, (triton.cdiv(logits.numel(), block_n),), scale, logits, target, class_weight, factors, dlogits, *logits.shape,
         scale.stride(0) if scale.dim() else 0, *scalars, **flags, GROUP=16 // logits.element_size(), BLOCK=block_n, num_warps=num_warps,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from ops_math.ops.cross_entropy.problem import CrossEntropyProblem
 from ops_math.spec import Device, compute_dtype
 
 KINDS = ("cpu", "cuda", "hip")
-PASSES = 6.0  # log-probabilities are written in fp32, and read again for the logsumexp
+PASSES = 8.0  # a copy without the targets and log-probabilities are written in fp32, and read again for their maxima
 CALLS = 16
 
 
@@ -42,18 +42,25 @@ def launch_fwd(
     class_weight: torch.Tensor | None,
     num_tokens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss, lse [rows], and the divisor of the mean (empty without one)."""
+    """The loss, factors [rows, 3], and the divisor of the mean (empty without one).
+
+    PyTorch's kernel sees the other classes alone: of a probability near 1 its log-probability keeps no digit of what they hold.
+    """
     dtype = compute_dtype(logits.dtype)
     rows = eager.read_targets(p, target, None if class_weight is None else class_weight.to(dtype), dtype)
-    z = as_rows(logits)
+    z, index = as_rows(logits), rows.index[:, None]
+    z_target = z.gather(1, index)[:, 0].to(dtype)
     widens = z.is_cuda and z.dtype == torch.float16  # the one conversion that the kernel does itself, and on GPUs only
-    log_p = features.aten("_log_softmax")(z if widens else z.to(dtype), 1, widens)
-    lse = z.amax(1).to(dtype) - log_p.amax(1)
-    loss = -log_p.gather(1, rows.index[:, None])[:, 0] * rows.weight
-    if p.z_loss:
-        loss += lse.square() * rows.one * p.z_loss
-    reduced, divisor = eager.reduce(p, torch.where(rows.kept, loss, 0.0), rows, num_tokens)
-    return reduced.view(target.shape) if p.reduction == "none" else reduced, lse, divisor
+    wide = z if widens else z.to(dtype)
+    others = wide.scatter(1, index, float("-inf")) if wide is z else wide.scatter_(1, index, float("-inf"))
+    top_of_others = others.amax(1).to(dtype)
+    log_of_others = -features.aten("_log_softmax")(others, 1, widens).amax(1)  # NaN where there are none
+    top = torch.maximum(top_of_others, z_target).clamp_(min=torch.finfo(dtype).min)
+    sum_of_others = torch.where(top_of_others == float("-inf"), 0.0, (top_of_others - top).exp_() * log_of_others.exp_())
+    sums = eager.Sums(top, sum_of_others, (z_target - top).exp_())
+    loss, factors = eager.row_results(p, rows, sums, z_target, None)
+    reduced, divisor = eager.reduce(p, loss, rows, num_tokens)
+    return reduced.view(target.shape) if p.reduction == "none" else reduced, factors, divisor
 
 
 def launch_bwd(
@@ -63,17 +70,20 @@ def launch_bwd(
     logits: torch.Tensor,
     target: torch.Tensor,
     class_weight: torch.Tensor | None,
-    lse: torch.Tensor,
+    factors: torch.Tensor,
     divisor: torch.Tensor | None,
 ) -> torch.Tensor:
-    """dlogits, of the dtype and shape of the logits."""
-    dtype = lse.dtype
+    """dlogits, of the dtype and shape of the logits.
+
+    The kernel computes dlog_p - exp(log_p) sum(dlog_p): given z - top for log_p, and for dlog_p the factor of exp(z - top) at the target
+    alone, it needs no pass that divides exponentials. The target's gradient, for which that does not hold, is written after it.
+    """
+    dtype = factors.dtype
     rows = eager.read_targets(p, target, None if class_weight is None else class_weight.to(dtype), dtype)
     scale = torch.where(rows.kept, (dloss if divisor is None else dloss / divisor).reshape(-1).to(dtype), 0.0)
-    log_p = as_rows(logits).to(dtype) - lse[:, None]
-    at_target = -rows.weight * scale
-    dlog_p = torch.zeros_like(log_p).scatter_(1, rows.index[:, None], at_target[:, None])
-    dz = features.aten("_log_softmax_backward_data")(dlog_p, log_p, 1, dtype)
-    if p.z_loss:
-        dz.addcmul_(log_p.exp_(), (lse * rows.one * scale * (2 * p.z_loss))[:, None])
+    top, on_other, on_target = factors.unbind(1)
+    shifted, index = as_rows(logits).to(dtype) - top[:, None], rows.index[:, None]
+    dlog_p = torch.zeros_like(shifted).scatter_(1, index, (-on_other * scale)[:, None])
+    dz = features.aten("_log_softmax_backward_data")(dlog_p, shifted, 1, dtype)
+    dz.scatter_(1, index, (on_target * scale).masked_fill_(~rows.kept, 0.0)[:, None])
     return dz.to(logits.dtype).view(logits.shape)
