@@ -23,9 +23,13 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
+    """OPS_MATH_COMMIT where the sources came without their history, else git's answer."""
+    given = os.environ.get("OPS_MATH_COMMIT")
+    if given:
+        return given
     root = Path(__file__).parents[1]
     done = subprocess.run(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or os.environ.get("OPS_MATH_COMMIT", "unknown")
+    return done.stdout.strip() or "unknown"
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ops_math import catalog
+from ops_math.backends import launch as launch_module
 from ops_math.testing import conformance
 from tests.conformance.cases import every_case, every_case_and_dtype, first_dtype
 
@@ -46,3 +47,16 @@ def test_compiled_by_inductor_the_gpu_gives_the_same_bits(name):
     operator = catalog.operators()[name]
     case = operator.file("problem").CASES[0]
     assert conformance.check_compiled(operator, case, "bf16", "cuda", backend="inductor") == []
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="missing capability: the direct launcher is NVIDIA's")
+@pytest.mark.parametrize("name", [n for n in catalog.operators() if n != "attention"])  # attention encodes tensor descriptors a call
+def test_a_repeated_call_starts_its_kernels_directly(name, monkeypatch):
+    operator, case = catalog.operators()[name], catalog.operators()[name].file("problem").CASES[0]
+    judge = conformance.judge_for(operator, case, "bf16", "cuda")
+    for _ in range(2):
+        judge.run(1, "triton_gpu")
+    started = []
+    monkeypatch.setattr(launch_module, "_start", lambda kernel, *a: started.append(kernel))
+    judge.run(1, "triton_gpu")
+    assert started == []
