@@ -7,12 +7,14 @@ import torch
 from typer.testing import CliRunner
 
 import ops_math as om
-from ops_math import catalog, schedule
+from ops_math import backends, catalog, schedule
 from ops_math.cli import explain as command
 from ops_math.cli.app import application
 from ops_math.schedule.live import add
+from ops_math.schedule.record import bucket
+from tests.schedule import toy
 from tests.schedule.test_choice import real
-from tests.schedule.test_record import CPU
+from tests.schedule.test_record import CPU, row
 
 RUNNER = CliRunner()
 ATTENTION = ["explain", "attention", "--shape", "4x4096x32x8x128", "--with", "causal=true", "--json"]
@@ -61,6 +63,22 @@ def test_what_was_measured_here_is_shown_with_its_date_and_what_was_refused():
     assert "measured here, 2026-11-29, numbers held to eager in fp64" in " ".join(text.split())
     assert "not timed: magic: result 0 has NaN" in text
     assert "runs eager" in text
+
+
+def test_of_a_candidate_that_lost_the_fastest_configuration_is_shown():
+    entry = toy.registered({"magic": toy.eager, "eager": toy.eager}, magic={"configs": lambda p, d, phase: ("a", "b", "c")})
+    problem = toy.ToyProblem(100, 200, "fp32")
+    times = {"eager": 3.0, "magic:a": 9.0, "magic:b": 5.0}
+    found = row(problem, bucket=bucket(problem), times_us=times, noise={}, host_us={}, winner="eager", source="no-sources")
+    add(CPU, [found], save=False)
+    told = schedule.explain(entry, "fwd", problem, backends.device_of(torch.device("cpu")))
+    magic = next(one for one in told.rows if one.implementation == "magic")
+    assert (magic.config, magic.configs, magic.measured_us) == ("b", 3, 5.0)
+    assert magic.words == "measured 5.0 us against 3.0 us"
+    cpu = backends.device_of(torch.device("cpu"))
+    like = schedule.explain(entry, "fwd", problem._replace(rows=101), cpu).measured
+    assert like.endswith("on a like problem: ToyProblem(rows=100, cols=200, x='fp32')")
+    assert schedule.explain(entry, "fwd", problem._replace(rows=104), cpu).measured == ""
 
 
 def test_an_explanation_is_the_choice_that_a_call_makes():

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from ops_math.schedule import Limits, NotMeasuredError, measure
+from ops_math.schedule import Limits, NotMeasuredError, ceilings, measure
 from ops_math.schedule.accuracy import coarse_oracle, oracle_of, verdict
 from ops_math.schedule.timing import Timing, decide, summary, tied
 from ops_math.settings import Policy
@@ -113,6 +113,29 @@ def test_a_candidate_below_the_asked_determinism_level_is_not_measured():
     )
     assert set(found.times_us) == {"eager"}
     assert found.policy == "precision=default determinism=1"
+
+
+def test_candidates_run_with_as_many_threads_as_the_step():
+    seen = set()
+
+    def counting(problem, config, x):
+        seen.add(torch.get_num_threads())
+        return toy.double(x)
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before + 2)
+        measured({"eager": counting})
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {before + 2}
+
+
+def test_a_ceiling_counts_bytes_read_and_written_and_both_operations_of_a_product(monkeypatch):
+    monkeypatch.setattr(ceilings, "_median_us", lambda run, device: (run(), 1000.0)[1])
+    found = ceilings.measure_ceilings(torch.device("cpu"))
+    assert found.bandwidth_gbs == pytest.approx(2 * (128 << 20) / 1e-3 / 1e9, rel=1e-3)
+    assert found.bf16_tflops == found.fp32_tflops == pytest.approx(2 * 512**3 / 1e-3 / 1e12, rel=1e-3)
 
 
 def test_inputs_are_left_as_they_were_by_an_operator_that_writes_in_place():

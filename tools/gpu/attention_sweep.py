@@ -150,7 +150,7 @@ def sweep(kernels: tuple[str, ...]) -> None:
                 if times:
                     own = next(ms for name, ms in times.items() if kernel in name)
                     flops = cost(p, "fwd").total_flops * {"fwd": 1.0, "dkdv": 2.0, "dq": 1.5}[kernel]
-                    extra = f"  delta {next((ms for n, ms in times.items() if 'delta' in n), 0.0):.4f} ms" if kernel != "fwd" else ""
+                    extra = f"  prepare {next((ms for n, ms in times.items() if 'prepare' in n), 0.0):.4f} ms" if kernel != "fwd" else ""
                     say(f"{label:62s} {own:9.4f} ms  {flops / own / 1e9:7.1f} TFLOP/s of its own products{extra}")
                     best[kernel] = min(best.get(kernel, (1e9, None)), (own, tile), key=lambda pair: pair[0])
                     best["delta"] = (times["sum"] - own, None)

@@ -29,12 +29,10 @@ class Trial:
 
     Args:
         device: where they run.
-        threads: how many threads an operator on the CPU may use; a new thread would else take them all.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._threads = torch.get_num_threads()
         self._asked: queue.SimpleQueue[Any] | None = None
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -71,7 +69,6 @@ class Trial:
         threading.Thread(target=self._serve, args=(self._asked, self._answers), name="ops-math measuring", daemon=True).start()
 
     def _serve(self, asked: queue.SimpleQueue[Any], answers: queue.SimpleQueue[Any]) -> None:
-        torch.set_num_threads(self._threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         with torch.no_grad():

@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops_math.backends.launch import launch
 from ops_math.ops.attention.problem import AttentionProblem, cost, gradients
-from ops_math.ops.attention.triton_gpu_bwd import _bwd_dkdv_kernel, _bwd_dq_kernel, _delta_kernel
+from ops_math.ops.attention.triton_gpu_bwd import _bwd_dkdv_kernel, _bwd_dq_kernel, _prepare_kernel
 from ops_math.ops.attention.triton_gpu_fwd import _fwd_kernel
 from ops_math.ops.attention.triton_gpu_masked_bwd import _bwd_dkdv_masked_kernel, _bwd_dq_masked_kernel
 from ops_math.ops.attention.triton_gpu_masked_fwd import _fwd_masked_kernel
@@ -17,18 +17,25 @@ from ops_math.rng import threshold
 from ops_math.spec import ITEM_SIZE, Device, cdiv, next_power_of_2
 
 WIDEST = 256
+UNIT = 8  # elements: kernels take strides in these, as head widths are multiples of it
 NO_BOUND = 2**30  # where the kernels with masks take a window bound as a number
 MARGIN = 2048  # shared memory [B] left for barriers and for exchanging results between warps
 
 
 class Tile(NamedTuple):
-    """One kernel's configuration: queries and keys a tile, warps, stages of the software pipeline; tiles by tensor descriptors (TMA)."""
+    """One kernel's configuration.
+
+    Queries and keys a tile, warps, stages of the software pipeline; `view`: tiles that stream by come through tensor descriptors (TMA);
+    `registers` a thread where the compiler is to take no more (0: as it likes); `vectors`: so do the numbers that each query has.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     view: bool = False
+    registers: int = 0
+    vectors: bool = False
 
 
 class Backward(NamedTuple):
@@ -39,30 +46,41 @@ class Backward(NamedTuple):
 
 
 # Best guess first. Keys: kernel and padded head width. Hopper and newer, older NVIDIA GPUs, AMD (all 16-bit), and fp32.
-HOPPER = {
-    ("fwd", 64): (Tile(128, 128, 8, 3, True), Tile(128, 128, 4, 3, True), Tile(128, 64, 4, 3, True), Tile(64, 64, 4, 3, True),
-    Tile(128, 128, 8, 2)),
-    ("fwd", 128): (Tile(128, 128, 8, 2, True), Tile(128, 128, 8, 3, True), Tile(128, 64, 8, 3, True), Tile(128, 64, 4, 2, True),
-    Tile(128, 64, 8, 3)),
+HOPPER = {  # in the order that an H200 measured on causal and full attention of 512 to 16,384 queries (torch 2.11, 2026-11-29)
+    ("fwd", 64): (Tile(64, 64, 4, 3, True), Tile(64, 64, 4, 2, True), Tile(128, 64, 4, 3, True), Tile(64, 128, 4, 2, True),
+        Tile(128, 128, 4, 3, True)),
+    ("fwd", 128): (Tile(128, 64, 4, 2, True), Tile(128, 128, 8, 3, True), Tile(64, 64, 4, 3, True), Tile(64, 128, 4, 2, True),
+        Tile(128, 64, 8, 3)),
     ("fwd", 256): (Tile(128, 64, 8, 2, True), Tile(64, 64, 4, 2, True), Tile(128, 32, 8, 3, True)),
-    ("dkdv", 64): (Tile(64, 128, 8, 3, True), Tile(64, 64, 4, 3, True), Tile(64, 128, 8, 2, True), Tile(128, 128, 8, 2, True), Tile(64,
-    64, 4, 2)),
-    ("dkdv", 128): (Tile(64, 128, 8, 2, True), Tile(64, 128, 8, 3, True), Tile(32, 128, 8, 3, True), Tile(64, 64, 4, 2, True), Tile(64,
-    128, 8, 2)),
-    ("dkdv", 256): (Tile(16, 64, 8, 2, True), Tile(32, 64, 8, 2, True), Tile(64, 64, 8, 1, True)),
-    ("dq", 64): (Tile(128, 64, 4, 3, True), Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 3, True), Tile(64, 64, 4, 3, True), Tile(128,
-    64, 8, 3)),
-    ("dq", 128): (Tile(128, 64, 8, 3, True), Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 2, True), Tile(64, 64, 4, 2, True), Tile(128,
-    64, 8, 2)),
+    ("dkdv", 64): (Tile(64, 64, 4, 3, True), Tile(64, 64, 4, 2, True), Tile(64, 64, 4, 3, True, 168),
+        Tile(32, 64, 4, 3, True, 128), Tile(64, 128, 8, 3, True)),
+    ("dkdv", 128): (Tile(64, 64, 4, 2, True), Tile(64, 128, 8, 2, True), Tile(64, 128, 8, 3, True), Tile(32, 128, 8, 3, True),
+        Tile(128, 64, 8, 2, True)),
+    ("dkdv", 256): (Tile(32, 32, 8, 2, True), Tile(16, 64, 8, 2, True), Tile(32, 64, 8, 2, True)),
+    ("dq", 64): (Tile(64, 64, 4, 3, True), Tile(64, 64, 4, 2, True), Tile(64, 128, 4, 2, True), Tile(128, 64, 8, 3, True),
+        Tile(128, 64, 4, 2, True)),
+    ("dq", 128): (Tile(64, 64, 4, 2, True), Tile(64, 64, 4, 3, True), Tile(128, 64, 8, 3, True), Tile(64, 128, 4, 1, True),
+        Tile(128, 128, 8, 2, True)),
     ("dq", 256): (Tile(64, 32, 8, 2, True), Tile(64, 64, 8, 1, True), Tile(64, 32, 8, 1)),
 }  # fmt: skip
 BLACKWELL = {("fwd", 256): (Tile(128, 32, 8, 2, True), Tile(64, 64, 8, 2, True))}  # where Hopper's first choice spills
+POINTERS = {  # Hopper and newer where tiles cannot come through descriptors
+    ("fwd", 64): (Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)),
+    ("fwd", 128): (Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)),
+    ("fwd", 256): (Tile(64, 64, 8, 2), Tile(128, 32, 8, 2)),
+    ("dkdv", 64): (Tile(64, 64, 8, 2), Tile(64, 128, 8, 2), Tile(32, 128, 8, 2)),
+    ("dkdv", 128): (Tile(32, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 128, 8, 2), Tile(64, 128, 8, 2)),
+    ("dkdv", 256): (Tile(32, 32, 8, 2), Tile(16, 64, 8, 2)),
+    ("dq", 64): (Tile(64, 64, 8, 2), Tile(128, 64, 8, 2), Tile(128, 64, 8, 3)),
+    ("dq", 128): (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+    ("dq", 256): (Tile(64, 32, 8, 2), Tile(64, 64, 8, 1)),
+}
 AMPERE = {
     ("fwd", 64): (Tile(128, 64, 8, 3), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)),
     ("fwd", 128): (Tile(128, 64, 8, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 2)),
     ("fwd", 256): (Tile(64, 32, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
     ("dkdv", 64): (Tile(32, 128, 8, 2), Tile(64, 128, 8, 2), Tile(32, 64, 4, 2)),
-    ("dkdv", 128): (Tile(32, 64, 4, 2), Tile(64, 64, 8, 2), Tile(64, 128, 8, 1)),
+    ("dkdv", 128): (Tile(32, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 128, 8, 1)),
     ("dkdv", 256): (Tile(32, 32, 8, 1), Tile(16, 32, 4, 1)),
     ("dq", 64): (Tile(128, 32, 4, 3), Tile(128, 64, 8, 2), Tile(64, 32, 4, 3)),
     ("dq", 128): (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(128, 64, 8, 1)),
@@ -80,19 +98,19 @@ CDNA = {
     ("dq", 256): (Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
 }
 WIDE = {
-    ("fwd", 64): (Tile(64, 32, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
-    ("fwd", 128): (Tile(32, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 16, 8, 1)),
+    ("fwd", 64): (Tile(64, 32, 4, 1), Tile(32, 32, 4, 2), Tile(64, 32, 8, 1)),
+    ("fwd", 128): (Tile(32, 32, 8, 1), Tile(32, 16, 8, 2), Tile(64, 32, 8, 2)),
     ("fwd", 256): (Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
     ("dkdv", 64): (Tile(32, 32, 8, 1), Tile(32, 32, 4, 2), Tile(16, 32, 4, 1)),
     ("dkdv", 128): (Tile(16, 16, 8, 1), Tile(16, 32, 8, 1), Tile(32, 32, 8, 1)),
     ("dkdv", 256): (Tile(16, 16, 8, 1),),
     ("dq", 64): (Tile(32, 32, 8, 1), Tile(32, 32, 4, 2), Tile(32, 16, 4, 1)),
-    ("dq", 128): (Tile(16, 16, 8, 1), Tile(32, 16, 8, 1), Tile(32, 32, 8, 1)),
+    ("dq", 128): (Tile(32, 16, 8, 2), Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
     ("dq", 256): (Tile(16, 16, 8, 1),),
 }
 # The kernels with masks and dropout need registers for those: smaller tiles, on every NVIDIA GPU.
 MASKED = {
-    ("fwd", 64): (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(128, 32, 4, 2)),
+    ("fwd", 64): (Tile(64, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
     ("fwd", 128): (Tile(64, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
     ("fwd", 256): (Tile(32, 32, 8, 1), Tile(64, 32, 8, 1)),
     ("dkdv", 64): (Tile(32, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)),
@@ -104,7 +122,7 @@ MASKED = {
 }
 INTERPRETER = {"fwd": Tile(32, 32, 4, 1), "dkdv": Tile(32, 32, 4, 1), "dq": Tile(32, 32, 4, 1)}
 # Rates [TFLOP/s] to expect of forward and backward on an H200 (770 TFLOP/s of products), 16-bit, head width above 64 and up to 64.
-RATES = ((420.0, 330.0), (310.0, 220.0))
+RATES = ((500.0, 340.0), (330.0, 210.0))
 
 
 def supports(p: AttentionProblem, device: Device, phase: str) -> str | None:
@@ -126,11 +144,32 @@ def _tiles(p: AttentionProblem, device: Device, kernel: str) -> tuple[Tile, ...]
     if device.kind == "interpreter":
         return (INTERPRETER[kernel],)
     width, item = max(64, _block_d(p)), ITEM_SIZE[p.dtype]
-    hopper = device.kind == "cuda" and int(device.arch) >= 90
-    table = WIDE if p.dtype == "fp32" else CDNA if device.kind == "hip" else MASKED if _masked(p) else HOPPER if hopper else AMPERE
-    listed = BLACKWELL.get((kernel, width), table[kernel, width]) if table is HOPPER and int(device.arch) >= 100 else table[kernel, width]
+    listed = _table(p, device)[kernel, width]
+    if listed[0].view and int(device.arch) >= 100 and (kernel, width) in BLACKWELL:
+        listed = BLACKWELL[kernel, width]
+    if kernel == "dkdv" and device.kind == "cuda" and int(device.arch) >= 90:
+        listed = tuple(t._replace(vectors=True) for t in listed)
+    if p.mask:  # whose rows may begin anywhere, so that each value is a load of its own: few a thread first
+        listed = tuple(sorted(listed, key=lambda t: t.block_m * t.block_n // t.num_warps))
     fitting = tuple(t for t in listed if _shared_bytes(t, kernel, width, item) <= device.shared_bytes - MARGIN)
     return fitting or (min(listed, key=lambda t: _shared_bytes(t, kernel, width, item)),)
+
+
+def _table(p: AttentionProblem, device: Device) -> dict[tuple[str, int], tuple[Tile, ...]]:
+    if p.dtype == "fp32":
+        return WIDE
+    if device.kind == "hip":
+        return CDNA
+    if _masked(p):
+        return MASKED
+    if int(device.arch) < 90:
+        return AMPERE
+    return HOPPER if _apart(p, 128) and _block_d(p) == p.head_dim else POINTERS
+
+
+def _apart(p: AttentionProblem, rows: int) -> bool:
+    """Whether a last tile of so many rows stays out of the next batch row or document, whose values may be anything, NaN too."""
+    return p.documents < 0 and p.q_len % rows == 0 and p.k_len % rows == 0
 
 
 def _shared_bytes(t: Tile, kernel: str, width: int, item: int) -> int:
@@ -166,13 +205,14 @@ def _block_d(p: AttentionProblem) -> int:
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Strides of batch, sequence and head."""
-    return (x.stride(0) if x.dim() == 4 else 0, x.stride(-3), x.stride(-2))
+    """Strides of batch, sequence and head, in units of 8 elements."""
+    return (x.stride(0) // UNIT if x.dim() == 4 else 0, x.stride(-3) // UNIT, x.stride(-2) // UNIT)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
-    """The tensor as it lies; a copy only where the last dimension has a stride."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """The tensor as it lies; a copy only where the last dimension has a stride, or another one that is no multiple of 8."""
+    steps = all(n == 1 or step % UNIT == 0 for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+    return x if x.stride(-1) == 1 and steps else x.contiguous()
 
 
 def _num_tiles(p: AttentionProblem, length: int, block: int) -> int:
@@ -183,13 +223,12 @@ def _num_tiles(p: AttentionProblem, length: int, block: int) -> int:
 def _views(p: AttentionProblem, wanted: bool, rows: int, *streams: torch.Tensor) -> tuple[TensorDescriptor | None, ...]:
     """Descriptors of the tensors that stream by, [rows, heads x D] as they lie, or None for each where one has no such shape.
 
-    That needs a batch that follows its neighbour, 16-byte steps, and a head as wide as its tile. A last tile must not reach into the
-    next batch row or document, whose values may be anything, NaN too. Kernels with masks take none.
+    That needs a batch that follows its neighbour, 16-byte steps, a head as wide as its tile, and batch rows that a tile does not
+    straddle. Kernels with masks take none.
     """
     if _masked(p):
         return ()
-    apart = p.documents < 0 and (p.batch == 1 or all(x.shape[1] % rows == 0 for x in streams))
-    if not (wanted and apart and _block_d(p) == p.head_dim and all(_describable(x) for x in streams)):
+    if not (wanted and _apart(p, rows) and _block_d(p) == p.head_dim and all(_describable(x) for x in streams)):
         return (None,) * len(streams)
     made = []
     for x in streams:
@@ -197,6 +236,13 @@ def _views(p: AttentionProblem, wanted: bool, rows: int, *streams: torch.Tensor)
         width = (x.shape[-2] - 1) * x.stride(-2) + p.head_dim
         made.append(TensorDescriptor(x, [length, width], [x.stride(-3), 1], [rows, p.head_dim]))
     return tuple(made)
+
+
+def _vectors(p: AttentionProblem, t: Tile, *vectors: torch.Tensor) -> tuple[TensorDescriptor | None, ...]:
+    """Descriptors of what holds one number a query, where the tile's device has them and tiles begin at multiples of 16 bytes."""
+    if not t.vectors or p.documents >= 0 or p.q_len % 4 or p.batch * p.heads * p.q_len >= 2**31 or p.empty:
+        return (None,) * len(vectors)
+    return tuple(TensorDescriptor(x.view(-1), [x.numel()], [1], [t.block_m]) for x in vectors)
 
 
 def _describable(x: torch.Tensor) -> bool:
@@ -257,7 +303,7 @@ def launch_fwd(
     launch(
         _fwd_masked_kernel if _masked(p) else _fwd_kernel, (tiles * p.heads * p.batch,), q, k, v, *views, *extra.pointers, out, lse,
         tiles, *_sizes(p),
-        *_strides(q), *_strides(k), *_strides(v), *extra.strides, *extra.scalars, **_features(p, views), **_shape(config),
+        *_strides(q), *_strides(k), *_strides(v), *extra.strides, *extra.scalars, **_features(p, views), **_shape(config, q.device),
     )  # fmt: skip
     return out, lse
 
@@ -269,33 +315,34 @@ def launch_bwd(
     """dq, dk, dv, or the gradient of one projection, written through strides."""
     q, k, v, dout = _unit(q), _unit(k), _unit(v), _unit(dout)
     results, (dq, dk, dv) = gradients(p, q, k, v)
-    delta = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
+    delta, offset = torch.empty((2, *lse.shape), dtype=torch.float32, device=q.device)
     num_rows, width, extra = p.batch * p.q_len * p.heads, _block_d(p), _lookup(p, q, *lookups)
     block = max(1, 8192 // width)
     launch(
-        _delta_kernel, (cdiv(num_rows, block),), dout, out, delta, num_rows, p.q_len, p.heads, *_strides(dout),
+        _prepare_kernel, (cdiv(num_rows, block),), dout, out, lse, delta, offset, num_rows, p.q_len, p.heads, *_strides(dout),
         WIDTH=p.head_dim, BLOCK_D=width, BLOCK_M=block, num_warps=4,
     )  # fmt: skip
-    inputs = (dout, q, k, v, lse, delta)
+    inputs = (dout, q, k, v, offset, delta)
     strides = (*_strides(dout), *_strides(q), *_strides(k), *_strides(v), *extra.strides)
     if p.need_dk or p.need_dv:
         tiles = _num_tiles(p, p.k_len, config.dkdv.block_n)
         dk, dv = (x if x.dim() > 1 else torch.empty(k.shape, dtype=k.dtype, device=k.device) for x in (dk, dv))
-        views = _views(p, config.dkdv.view, config.dkdv.block_m, q, dout)
+        views, vectors = _views(p, config.dkdv.view, config.dkdv.block_m, q, dout), _vectors(p, config.dkdv, offset, delta)
         launch(
-            _bwd_dkdv_masked_kernel if _masked(p) else _bwd_dkdv_kernel, (tiles * p.kv_heads * p.batch,), *inputs, *views,
-            *extra.pointers, dk, dv,
-            tiles, *_sizes(p), *strides, *_strides(dk), *_strides(dv), *extra.scalars, **_features(p, views), **_shape(config.dkdv),
+            _bwd_dkdv_masked_kernel if _masked(p) else _bwd_dkdv_kernel, (tiles * p.kv_heads * p.batch,), *inputs, *views, *vectors,
+            *extra.pointers, dk, dv, tiles, *_sizes(p), *strides, *_strides(dk), *_strides(dv), *extra.scalars, **_features(p, views),
+            ROWS=vectors[0] is not None, **_shape(config.dkdv, q.device),
         )  # fmt: skip
     if p.need_dq:
         tiles = _num_tiles(p, p.q_len, config.dq.block_m)
         views = _views(p, config.dq.view, config.dq.block_n, k, v)
         launch(
             _bwd_dq_masked_kernel if _masked(p) else _bwd_dq_kernel, (tiles * p.heads * p.batch,), *inputs, *views, *extra.pointers, dq,
-            tiles, *_sizes(p), *strides, *_strides(dq), *extra.scalars, **_features(p, views), **_shape(config.dq),
+            tiles, *_sizes(p), *strides, *_strides(dq), *extra.scalars, **_features(p, views), **_shape(config.dq, q.device),
         )  # fmt: skip
     return results
 
 
-def _shape(t: Tile) -> dict[str, int]:
-    return {"BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "num_warps": t.num_warps, "num_stages": t.num_stages}
+def _shape(t: Tile, device: torch.device) -> dict[str, int]:
+    shape = {"BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "num_warps": t.num_warps, "num_stages": t.num_stages}
+    return {**shape, "maxnreg": t.registers} if t.registers and device.type != "cpu" else shape

@@ -9,24 +9,28 @@ import triton
 import triton.language as tl
 
 from ops_math.ops._tiles.attention import LOG2E, exponent_offset, tanh_tile, visible_tile
-from ops_math.ops.attention.triton_gpu_fwd import LENGTHS, key_range, load_rows, load_tile, place_document
+from ops_math.ops.attention.triton_gpu_fwd import LENGTHS, key_range, load_rows, load_tile, place_document, place_program, steps_of
 
 
 @triton.jit
-def _delta_kernel(
-    dout_ptr, out_ptr, delta_ptr, num_rows, q_len, num_heads, dout_stride_b, dout_stride_s, dout_stride_h,
+def _prepare_kernel(
+    dout_ptr, out_ptr, lse_ptr, delta_ptr, offset_ptr, num_rows, q_len, num_heads, dout_stride_b, dout_stride_s, dout_stride_h,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dout out) in fp32, laid out as lse; rows are numbered as `out` lies: (batch, query, head)."""
+    """delta = rowsum(dout out), and lse as an exponent of two, laid out as lse; rows are numbered as `out` lies: (batch, query, head)."""
+    dout_stride_b, dout_stride_s, dout_stride_h = steps_of(dout_stride_b, dout_stride_s, dout_stride_h)
     rows, cols = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     head, query, batch = rows % num_heads, rows // num_heads % q_len, rows // num_heads // q_len
     place = batch * dout_stride_b + query * dout_stride_s + head * dout_stride_h
     mask = (rows < num_rows)[:, None] & (cols < WIDTH)[None, :]
+    row_of = (batch * num_heads + head) * q_len + query
 
     out = tl.load(out_ptr + rows[:, None] * WIDTH + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     dout = tl.load(dout_ptr + place[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    lse = tl.load(lse_ptr + row_of, mask=rows < num_rows, other=0.0)
 
-    tl.store(delta_ptr + (batch * num_heads + head) * q_len + query, tl.sum(out * dout, 1), mask=rows < num_rows)
+    tl.store(delta_ptr + row_of, tl.sum(out * dout, 1), mask=rows < num_rows)
+    tl.store(offset_ptr + row_of, exponent_offset(lse), mask=rows < num_rows)
 
 
 @triton.jit
@@ -40,16 +44,24 @@ def _probability(s, offset, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def query_range(first, last, shift, q_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Queries that see keys first .. last: low, full_low, full_high, high, as in `key_range`.
+def load_vector(view, ptr, row, start, rows, q_len, other, ROWS: tl.constexpr):
+    """One number a query. Through a descriptor where ROWS (then those past the last query are whatever follows), else `other` there.
 
-    Rows past the last query need no mask on their scores: an lse of -inf makes their probabilities zero.
+    Compilers before Triton 3.9 let every thread load every number that it needs of so short a load, 32 times each.
     """
+    if ROWS:
+        return view.load([(row + start).to(tl.int32)])
+    return tl.load(ptr + row + rows, mask=rows < q_len, other=other)
+
+
+@triton.jit
+def query_range(first, last, shift, q_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Queries that see keys first .. last: low, full_low, full_high, high, as in `key_range`."""
     low, full_low = q_len * 0, q_len * 0
     high, full_high = q_len, q_len
     if LEFT:
         high = tl.maximum(tl.minimum(last + left - shift + 1, q_len), 0)
-        full_high = tl.maximum(first + left - shift + 1, 0)
+        full_high = tl.maximum(tl.minimum(first + left - shift + 1, q_len), 0)
     if RIGHT:
         low = tl.maximum(first - shift - right, 0) // BLOCK_M * BLOCK_M
         full_low = tl.maximum(last - shift - right, 0)
@@ -58,19 +70,25 @@ def query_range(first, last, shift, q_len, left, right, LEFT: tl.constexpr, RIGH
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _bwd_dkdv_kernel(
-    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, q_view, dout_view, cu_q_ptr, cu_k_ptr, dk_ptr, dv_ptr, num_tiles, num_heads,
+    dout_ptr, q_ptr, k_ptr, v_ptr, offset_ptr, delta_ptr, q_view, dout_view, offset_view, delta_view, cu_q_ptr, cu_k_ptr, dk_ptr,
+    dv_ptr, num_tiles, num_heads,
     group, q_len, k_len, documents, steps,
     dout_stride_b, dout_stride_s, dout_stride_h, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b,
     v_stride_s, v_stride_h,
     dk_stride_b, dk_stride_s, dk_stride_h, dv_stride_b, dv_stride_s, dv_stride_h, scale, softcap, align, left, right,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    tile = pid % num_tiles  # first tiles first: under a causal mask most queries see them
+    dout_stride_b, dout_stride_s, dout_stride_h = steps_of(dout_stride_b, dout_stride_s, dout_stride_h)
+    q_stride_b, q_stride_s, q_stride_h = steps_of(q_stride_b, q_stride_s, q_stride_h)
+    k_stride_b, k_stride_s, k_stride_h = steps_of(k_stride_b, k_stride_s, k_stride_h)
+    v_stride_b, v_stride_s, v_stride_h = steps_of(v_stride_b, v_stride_s, v_stride_h)
+    dk_stride_b, dk_stride_s, dk_stride_h = steps_of(dk_stride_b, dk_stride_s, dk_stride_h)
+    dv_stride_b, dv_stride_s, dv_stride_h = steps_of(dv_stride_b, dv_stride_s, dv_stride_h)
+    tile, sequence = place_program(num_tiles, RIGHT and not LEFT)  # under a causal mask the first tiles are the longest
     kv_heads = num_heads // group
-    kv_head = (pid // num_tiles % kv_heads).to(tl.int64)
-    batch = (pid // num_tiles // kv_heads).to(tl.int64)
+    kv_head = (sequence % kv_heads).to(tl.int64)
+    batch = (sequence // kv_heads).to(tl.int64)
     tokens = q_len
     first_q, first_k = batch * 0, batch * 0
     view_row = (batch * q_len).to(tl.int32)
@@ -102,15 +120,17 @@ def _bwd_dkdv_kernel(
         start = low + (step - member * count) * BLOCK_M
         head = kv_head * group + member
         rows = start + tl.arange(0, BLOCK_M)
-        row_of = first_row + tl.cast(member, tl.int64) * tokens + rows
         q_base, q_col = q_row + head * q_stride_h, (head * q_stride_h).to(tl.int32)
         q = load_tile(q_view, q_base, view_row, q_col, start, q_stride_s, rows, q_len, cols, VIEW, WIDTH, BLOCK_D)
-        offset = exponent_offset(tl.load(lse_ptr + row_of, mask=rows < q_len, other=float("-inf")))
-        delta = tl.load(delta_ptr + row_of, mask=rows < q_len, other=0.0)
+        row = first_row + tl.cast(member, tl.int64) * tokens
+        offset = load_vector(offset_view, offset_ptr, row, start, rows, q_len, float("inf"), ROWS)
+        delta = load_vector(delta_view, delta_ptr, row, start, rows, q_len, 0.0, ROWS)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [keys, queries], so that probabilities are a left operand as they are
         p, slope = _probability(s, offset[None, :], scale, softcap, SOFTCAP)
         if (start < full_low) | (start + BLOCK_M > full_high):
-            p = tl.where(visible_tile((rows + shift)[None, :], keys[:, None], k_len, left, right, LEFT, RIGHT), p, 0.0)
+            seen = visible_tile((rows + shift)[None, :], keys[:, None], k_len, left, right, LEFT, RIGHT)
+            p = tl.where(seen & (rows < q_len)[None, :], p, 0.0)
+            delta = tl.where(rows < q_len, delta, 0.0)
         dout_base, dout_col = dout_row + head * dout_stride_h, (head * dout_stride_h).to(tl.int32)
         dout = load_tile(dout_view, dout_base, view_row, dout_col, start, dout_stride_s, rows, q_len, cols, VIEW, WIDTH, BLOCK_D)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
@@ -135,7 +155,7 @@ def _bwd_dkdv_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _bwd_dq_kernel(
-    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, k_view, v_view, cu_q_ptr, cu_k_ptr, dq_ptr, num_tiles, num_heads, group, q_len,
+    dout_ptr, q_ptr, k_ptr, v_ptr, offset_ptr, delta_ptr, k_view, v_view, cu_q_ptr, cu_k_ptr, dq_ptr, num_tiles, num_heads, group, q_len,
     k_len, documents, steps,
     dout_stride_b, dout_stride_s, dout_stride_h, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b,
     v_stride_s, v_stride_h,
@@ -143,10 +163,15 @@ def _bwd_dq_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    tile = num_tiles - 1 - pid % num_tiles
-    head = (pid // num_tiles % num_heads).to(tl.int64)
-    batch = (pid // num_tiles // num_heads).to(tl.int64)
+    dout_stride_b, dout_stride_s, dout_stride_h = steps_of(dout_stride_b, dout_stride_s, dout_stride_h)
+    q_stride_b, q_stride_s, q_stride_h = steps_of(q_stride_b, q_stride_s, q_stride_h)
+    k_stride_b, k_stride_s, k_stride_h = steps_of(k_stride_b, k_stride_s, k_stride_h)
+    v_stride_b, v_stride_s, v_stride_h = steps_of(v_stride_b, v_stride_s, v_stride_h)
+    dq_stride_b, dq_stride_s, dq_stride_h = steps_of(dq_stride_b, dq_stride_s, dq_stride_h)
+    tile, sequence = place_program(num_tiles, RIGHT and not LEFT)
+    tile = num_tiles - 1 - tile  # under a causal mask the last tiles are the longest
+    head = (sequence % num_heads).to(tl.int64)
+    batch = (sequence // num_heads).to(tl.int64)
     tokens = q_len
     first_q, first_k = batch * 0, batch * 0
     view_row = (batch * k_len).to(tl.int32)
@@ -177,7 +202,7 @@ def _bwd_dq_kernel(
         WIDTH,
         BLOCK_D,
     )
-    offset = exponent_offset(tl.load(lse_ptr + row_of, mask=rows < q_len, other=float("-inf")))
+    offset = tl.load(offset_ptr + row_of, mask=rows < q_len, other=float("inf"))
     delta = tl.load(delta_ptr + row_of, mask=rows < q_len, other=0.0)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

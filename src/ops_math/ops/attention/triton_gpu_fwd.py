@@ -11,6 +11,29 @@ from ops_math.ops._tiles.attention import LOG2E, finish_softmax, softmax_step, t
 LENGTHS = ("num_tiles", "q_len", "k_len", "documents", "steps", "align", "left", "right")
 
 
+UNIT = tl.constexpr(8)
+
+
+@triton.jit
+def steps_of(b, s, h):
+    """Strides of batch, sequence and head, which come in units of 8 elements, so that the compiler knows they are multiples of it."""
+    return tl.cast(b, tl.int64) * UNIT, tl.cast(s, tl.int64) * UNIT, tl.cast(h, tl.int64) * UNIT
+
+
+@triton.jit
+def place_program(num_tiles, SPREAD: tl.constexpr):
+    """The tile of a program, and which sequence of heads and batch rows it belongs to.
+
+    SPREAD: the first tiles of all sequences start before any second tile. Where tiles shrink along a sequence, the long ones go first
+    and the last ones to finish are short. Else the tiles of a sequence are neighbours, and what they read stays in the cache.
+    """
+    pid = tl.program_id(0)
+    if SPREAD:
+        sequences = tl.num_programs(0) // num_tiles
+        return pid // sequences, pid % sequences
+    return pid % num_tiles, pid // num_tiles
+
+
 @triton.jit
 def place_document(cu_q_ptr, cu_k_ptr, tile, documents, steps, BLOCK: tl.constexpr):
     """The document that a tile falls into, without reading lengths on the host: document d owns tiles from cu[d] // BLOCK + d on.
@@ -91,10 +114,13 @@ def _fwd_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    tile = num_tiles - 1 - pid % num_tiles  # last tiles first: under a causal mask they are the longest
-    head = (pid // num_tiles % num_heads).to(tl.int64)
-    batch = (pid // num_tiles // num_heads).to(tl.int64)
+    q_stride_b, q_stride_s, q_stride_h = steps_of(q_stride_b, q_stride_s, q_stride_h)
+    k_stride_b, k_stride_s, k_stride_h = steps_of(k_stride_b, k_stride_s, k_stride_h)
+    v_stride_b, v_stride_s, v_stride_h = steps_of(v_stride_b, v_stride_s, v_stride_h)
+    tile, sequence = place_program(num_tiles, RIGHT and not LEFT)
+    tile = num_tiles - 1 - tile  # under a causal mask the last tiles are the longest
+    head = (sequence % num_heads).to(tl.int64)
+    batch = (sequence // num_heads).to(tl.int64)
     kv_head = head // group
     tokens = q_len
     first_q, first_k = batch * 0, batch * 0

@@ -5,29 +5,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ops_math.ops._tiles.attention import LOG2E, exponent_offset
+from ops_math.ops._tiles.attention import LOG2E
 from ops_math.ops._tiles.philox import keep_tile
-from ops_math.ops.attention.triton_gpu_bwd import query_range
-from ops_math.ops.attention.triton_gpu_fwd import LENGTHS, key_range, load_rows, place_document
+from ops_math.ops.attention.triton_gpu_bwd import load_vector, query_range
+from ops_math.ops.attention.triton_gpu_fwd import LENGTHS, key_range, load_rows, place_document, place_program, steps_of
 from ops_math.ops.attention.triton_gpu_masked_fwd import hide_scores, kept_keys, load_kept
 
 
 @triton.jit(do_not_specialize=(*LENGTHS, "threshold"))
 def _bwd_dkdv_masked_kernel(
-    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, mask_ptr, keep_ptr, cu_q_ptr, cu_k_ptr, state_ptr, dk_ptr, dv_ptr,
+    dout_ptr, q_ptr, k_ptr, v_ptr, offset_ptr, delta_ptr, offset_view, delta_view, mask_ptr, keep_ptr, cu_q_ptr, cu_k_ptr, state_ptr,
+    dk_ptr, dv_ptr,
     num_tiles, num_heads, group, q_len, k_len, documents, steps,
     dout_stride_b, dout_stride_s, dout_stride_h, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b,
     v_stride_s, v_stride_h,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k, keep_stride_b, keep_stride_k,
     dk_stride_b, dk_stride_s, dk_stride_h, dv_stride_b, dv_stride_s, dv_stride_h, scale, softcap, align, left, right, threshold, raised,
-    MASK: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
+    MASK: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    tile = pid % num_tiles
+    dout_stride_b, dout_stride_s, dout_stride_h = steps_of(dout_stride_b, dout_stride_s, dout_stride_h)
+    q_stride_b, q_stride_s, q_stride_h = steps_of(q_stride_b, q_stride_s, q_stride_h)
+    k_stride_b, k_stride_s, k_stride_h = steps_of(k_stride_b, k_stride_s, k_stride_h)
+    v_stride_b, v_stride_s, v_stride_h = steps_of(v_stride_b, v_stride_s, v_stride_h)
+    dk_stride_b, dk_stride_s, dk_stride_h = steps_of(dk_stride_b, dk_stride_s, dk_stride_h)
+    dv_stride_b, dv_stride_s, dv_stride_h = steps_of(dv_stride_b, dv_stride_s, dv_stride_h)
+    tile, sequence = place_program(num_tiles, False)  # under a causal mask the first tiles are the longest
     kv_heads = num_heads // group
-    kv_head = (pid // num_tiles % kv_heads).to(tl.int64)
-    batch = (pid // num_tiles // kv_heads).to(tl.int64)
+    kv_head = (sequence % kv_heads).to(tl.int64)
+    batch = (sequence // kv_heads).to(tl.int64)
     tokens = q_len
     first_q, first_k = batch * 0, batch * 0
     if PACKED:
@@ -57,8 +63,10 @@ def _bwd_dkdv_masked_kernel(
         for start in range(low, high, BLOCK_M):
             rows = start + tl.arange(0, BLOCK_M)
             q = load_rows(q_ptrs, tl.cast(start, tl.int64) * q_stride_s, rows, q_len, cols, True, WIDTH, BLOCK_D)
-            offset = exponent_offset(tl.load(lse_ptr + row_of + rows, mask=rows < q_len, other=float("-inf")))
-            delta = tl.load(delta_ptr + row_of + rows, mask=rows < q_len, other=0.0)
+            offset = load_vector(offset_view, offset_ptr, row_of, start, rows, q_len, float("inf"), ROWS)
+            delta = load_vector(delta_view, delta_ptr, row_of, start, rows, q_len, 0.0, ROWS)
+            if ROWS:
+                offset, delta = tl.where(rows < q_len, offset, float("inf")), tl.where(rows < q_len, delta, 0.0)
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             x, slope = hide_scores(
                 s, rows[None, :], keys[:, None], kept[:, None], shift, q_len, k_len, left, right, scale, softcap, mask_base,
@@ -92,7 +100,7 @@ def _bwd_dkdv_masked_kernel(
 
 @triton.jit(do_not_specialize=(*LENGTHS, "threshold"))
 def _bwd_dq_masked_kernel(
-    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, mask_ptr, keep_ptr, cu_q_ptr, cu_k_ptr, state_ptr, dq_ptr,
+    dout_ptr, q_ptr, k_ptr, v_ptr, offset_ptr, delta_ptr, mask_ptr, keep_ptr, cu_q_ptr, cu_k_ptr, state_ptr, dq_ptr,
     num_tiles, num_heads, group, q_len, k_len, documents, steps,
     dout_stride_b, dout_stride_s, dout_stride_h, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b,
     v_stride_s, v_stride_h,
@@ -101,10 +109,15 @@ def _bwd_dq_masked_kernel(
     MASK: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    tile = num_tiles - 1 - pid % num_tiles
-    head = (pid // num_tiles % num_heads).to(tl.int64)
-    batch = (pid // num_tiles // num_heads).to(tl.int64)
+    dout_stride_b, dout_stride_s, dout_stride_h = steps_of(dout_stride_b, dout_stride_s, dout_stride_h)
+    q_stride_b, q_stride_s, q_stride_h = steps_of(q_stride_b, q_stride_s, q_stride_h)
+    k_stride_b, k_stride_s, k_stride_h = steps_of(k_stride_b, k_stride_s, k_stride_h)
+    v_stride_b, v_stride_s, v_stride_h = steps_of(v_stride_b, v_stride_s, v_stride_h)
+    dq_stride_b, dq_stride_s, dq_stride_h = steps_of(dq_stride_b, dq_stride_s, dq_stride_h)
+    tile, sequence = place_program(num_tiles, False)
+    tile = num_tiles - 1 - tile  # under a causal mask the last tiles are the longest
+    head = (sequence % num_heads).to(tl.int64)
+    batch = (sequence // num_heads).to(tl.int64)
     tokens = q_len
     first_q, first_k = batch * 0, batch * 0
     if PACKED:
@@ -135,7 +148,7 @@ def _bwd_dq_masked_kernel(
     )
     dout_ptrs = dout_ptr + batch * dout_stride_b + head * dout_stride_h + at[:, None] * dout_stride_s + cols[None, :]
     dout = load_rows(dout_ptrs, 0, rows, q_len, cols, True, WIDTH, BLOCK_D)
-    offset = exponent_offset(tl.load(lse_ptr + row_of, mask=rows < q_len, other=float("-inf")))
+    offset = tl.load(offset_ptr + row_of, mask=rows < q_len, other=float("inf"))
     delta = tl.load(delta_ptr + row_of, mask=rows < q_len, other=0.0)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

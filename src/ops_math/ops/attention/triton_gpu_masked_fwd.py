@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ops_math.ops._tiles.attention import LOG2E, finish_softmax, softmax_step, tanh_tile, visible_tile
 from ops_math.ops._tiles.philox import keep_tile
-from ops_math.ops.attention.triton_gpu_fwd import LENGTHS, key_range, load_rows, place_document
+from ops_math.ops.attention.triton_gpu_fwd import LENGTHS, key_range, load_rows, place_document, place_program, steps_of
 
 MASKED_BELOW = tl.constexpr(-1e30)
 NO_MASK, BOOLEAN, ADDITIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -64,10 +64,13 @@ def _fwd_masked_kernel(
     MASK: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    tile = num_tiles - 1 - pid % num_tiles
-    head = (pid // num_tiles % num_heads).to(tl.int64)
-    batch = (pid // num_tiles // num_heads).to(tl.int64)
+    q_stride_b, q_stride_s, q_stride_h = steps_of(q_stride_b, q_stride_s, q_stride_h)
+    k_stride_b, k_stride_s, k_stride_h = steps_of(k_stride_b, k_stride_s, k_stride_h)
+    v_stride_b, v_stride_s, v_stride_h = steps_of(v_stride_b, v_stride_s, v_stride_h)
+    tile, sequence = place_program(num_tiles, False)
+    tile = num_tiles - 1 - tile  # under a causal mask the last tiles are the longest
+    head = (sequence % num_heads).to(tl.int64)
+    batch = (sequence // num_heads).to(tl.int64)
     tokens = q_len
     first_q, first_k = batch * 0, batch * 0
     if PACKED:
