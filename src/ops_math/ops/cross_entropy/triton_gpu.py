@@ -44,7 +44,7 @@ def configs(p: CrossEntropyProblem, device: Device, phase: str) -> tuple[Config,
     """Rows that fit a tile: several a warp, or few warps a row. Wider ones: streams (forward) or pieces (backward)."""
     block_n = min(triton.next_power_of_2(p.cols), WIDEST)
     if p.cols <= WIDEST:
-        first = row_tile(p) if phase == "fwd" else _narrow(block_n) if 64 <= block_n <= 512 else _tile(block_n, 2048, 4)
+        first = row_tile(p) if phase == "fwd" else _narrow(block_n) if 32 <= block_n <= 512 else _tile(block_n, 2048, 4)
         found = (first, *(_tile(block_n, n, w) for n, w in ((2048, 4), (4096, 8), (4096, 4))))
     elif phase == "fwd":
         tiles = ((2048, 4, 1), (8192, 8, 1), (4096, 8, 1), (4096, 4, 1), (4096, 8, 3), (16384, 16, 1))
@@ -63,7 +63,7 @@ def row_tile(p: CrossEntropyProblem) -> Config:
     soft cap, whose polynomial needs registers of its own, a thread holds half as many values.
     """
     block_n = triton.next_power_of_2(p.cols)
-    if block_n < 64:
+    if block_n < 32:
         return _tile(block_n, 2048, 4)
     if block_n <= 1024:
         return _narrow(block_n)
