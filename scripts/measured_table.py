@@ -1,0 +1,158 @@
+"""The README's table of measured figures, made from `benchmarks/results` and from nothing else.
+
+    python scripts/measured_table.py             # print it
+    python scripts/measured_table.py --update    # write it between the markers of README.md
+
+Each row names its source: the last pair of runs of one commit in `h200.jsonl`, or a line of a sweep's text. The better figure is bold,
+whosever it is; a row in which plain PyTorch is better stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
+STEPS, NORMS, ATTENTION = "h200.jsonl", "h200_norms_2026-11-29.txt", "h200_attention_2026-11-29.txt"
+# Model, how the README words its numbers, and the rate that its users quote.
+MODELS = (("llama-1b", "bf16", "tokens"), ("bert-large", "bf16 autocast, dropout 0.1", "samples"))
+
+
+class Row(NamedTuple):
+    """A line of the table: what, and the cells of plain PyTorch and of ops-math. `better` is 0, 1, or None where nothing is compared."""
+
+    what: str
+    cells: tuple[str, str]
+    better: int | None
+
+    def markdown(self) -> str:
+        """The line."""
+        cells = [f"**{cell}**" if place == self.better else cell for place, cell in enumerate(self.cells)]
+        return f"| {self.what} | " + " | ".join(cells) + " |"
+
+
+class MissingResultError(Exception):
+    """A figure that the table shows and the results do not have."""
+
+
+def the_one(lines: list[str], pattern: str, where: str) -> re.Match[str]:
+    """The only line that matches."""
+    found = [match for match in (re.search(pattern, line) for line in lines) if match]
+    if len(found) != 1:
+        raise MissingResultError(f"{where}: {len(found)} lines match {pattern!r}, and one is needed")
+    return found[0]
+
+
+def last(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
+    """The newest row with these values; the file is append-only."""
+    found = [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+    if not found:
+        raise MissingResultError(f"{STEPS}: no row has {wanted}")
+    return found[-1]
+
+
+def pair(rows: list[dict[str, Any]], model: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Plain PyTorch and ops-math of the newest run of a model: figures of two runs are never put side by side."""
+    ours = last(rows, benchmark="step", model=model, variant="ops")
+    return last(rows, benchmark="step", model=model, variant="plain", **{k: ours[k] for k in ("commit", "command", "device")}), ours
+
+
+def step_rows(rows: list[dict[str, Any]], model: str, unit: str) -> list[Row]:
+    """Speed and memory, and the gradients' error, of one model."""
+    both = pair(rows, model)
+    rates = [row[f"{unit}_per_s"] for row in both]
+    cells = [f"{rate:,.0f}, {row['peak_gib']:.1f} GiB" for rate, row in zip(rates, both, strict=True)]
+    errors = last(rows, benchmark="gradients", model=model)
+    measured_with = "" if errors["commit"] == both[1]["commit"] else f" ({errors['commit'].split()[0]})"
+    return [
+        Row(f"{model}: {unit}/s, peak memory", (cells[0], cells[1]), rates.index(max(rates))),
+        Row(
+            f"{model}: gradient error against fp32, worst and median parameter{measured_with}",
+            ("1 and 1", f"{errors['worst_ratio']:.2f} and {errors['median_ratio']:.2f}"),
+            None,
+        ),
+    ]
+
+
+def norm_row(lines: list[str]) -> Row:
+    """The backward of RMSNorm: PyTorch's, and the best of our configurations, with the share of a copy of as many bytes."""
+    start = r"^rms_norm\s+bwd \(16384, 4096\)\s+"
+    theirs = the_one(lines, start + r"torch\s.*\s(\d+) GB/s\s+share ([\d.]+)", NORMS)
+    ours = [m for m in (re.search(start + r"\(.*\)\s.*\s(\d+) GB/s\s+share ([\d.]+)", line) for line in lines) if m]
+    if not ours:
+        raise MissingResultError(f"{NORMS}: no configuration of rms_norm bwd (16384, 4096)")
+    best = max(ours, key=lambda match: int(match[1]))
+    shares = [Decimal(match[2]).quantize(Decimal("0.01"), ROUND_HALF_UP) for match in (theirs, best)]
+    cells = [f"{int(match[1]):,}, {share}" for match, share in zip((theirs, best), shares, strict=True)]
+    better = int(int(best[1]) > int(theirs[1]))
+    return Row("rms_norm backward [16384, 4096] bf16: GB/s, share of a copy", (cells[0], cells[1]), better)
+
+
+def attention_row(lines: list[str]) -> Row:
+    """The forward of causal attention: the best that PyTorch has, and our own kernel."""
+    start = r"^B1 S16384 H32/8 D128 causal\s+"
+    theirs = [m for m in (re.search(start + r"(cudnn|flash|efficient) fwd\s.*\s([\d.]+) TFLOP/s", line) for line in lines) if m]
+    if not theirs:
+        raise MissingResultError(f"{ATTENTION}: none of PyTorch's own ran B1 S16384 forward")
+    best = max(theirs, key=lambda match: float(match[2]))
+    ours = float(the_one(lines, start + r"BEST fwd\s+([\d.]+) TFLOP/s", ATTENTION)[1])
+    name = {"cudnn": "cuDNN", "flash": "Flash"}.get(best[1], best[1])
+    better = int(ours > float(best[2]))
+    chosen = ", which we therefore choose" if not better else ""
+    figure = f"{float(best[2]):.0f} ({name}{chosen})"
+    return Row("attention forward, 16k causal, D 128: TFLOP/s", (figure, f"{ours:.0f} (our own kernel)"), better)
+
+
+def source(lines: list[str], where: str) -> str:
+    """`tools/gpu/norm_sweep.py` (13914c9), as a sweep's first line has it."""
+    found = the_one(lines[:1], r"commit (\w+); .*python3? (tools/gpu/\w+\.py)", where)
+    return f"`{found[2]}` ({found[1]})"
+
+
+def table(read: Callable[[str], list[str]] = lambda name: (RESULTS / name).read_text().splitlines()) -> str:
+    """What stands between the markers; `read` gives a result file's lines."""
+    rows = [json.loads(line) for line in read(STEPS) if line]
+    norms, attention = read(NORMS), read(ATTENTION)
+    shown = [row for model, _, unit in MODELS for row in step_rows(rows, model, unit)] + [norm_row(norms), attention_row(attention)]
+    ran = []
+    for model, words, _ in MODELS:
+        facts = pair(rows, model)[1]
+        size = f"{facts['batch']} x {facts['seq']} tokens"
+        ran.append(f"`python benchmarks/steps.py --model {model}` ({size}, {words}; {facts['commit'].split()[0]})")
+    facts = pair(rows, MODELS[0][0])[1]
+    live = f"One {facts['device']}, torch {facts['torch'].split('+')[0]}, Triton {facts['triton']}, {facts['date']}."
+    head = f"{live} Whole steps, plain PyTorch and ops-math interleaved in one run: " + " and ".join(ran) + "."
+    foot = (
+        f"The last two rows come from {source(norms, NORMS)} and {source(attention, ATTENTION)}. "
+        "All rows, losses too, are in [benchmarks/results](benchmarks/results)."
+    )
+    return "\n".join([head, "", "| | plain PyTorch | ops-math |", "|---|---|---|", *(row.markdown() for row in shown), "", foot])
+
+
+def refreshed(text: str, content: str) -> str:
+    """The text with what stands between the markers replaced."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
+        raise MissingResultError(f"README.md needs one {BEGIN} and, after it, one {END}")
+    return f"{text.split(BEGIN)[0]}{BEGIN}\n{content}\n{END}{text.split(END)[1]}"
+
+
+def main() -> None:
+    """Print the table, or write it into the README."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--update", action="store_true", help="write it between the markers of README.md")
+    if parser.parse_args().update:
+        readme = ROOT / "README.md"
+        readme.write_text(refreshed(readme.read_text(), table()))
+    else:
+        print(table())
+
+
+if __name__ == "__main__":
+    main()
