@@ -15,7 +15,7 @@ from ops_math.schedule import choose
 from ops_math.schedule.choose import ANOTHER_ORDER
 from ops_math.schedule.identity import identity_of, source_of
 from ops_math.schedule.live import LIVE, add, contents_of, record_for
-from ops_math.schedule.record import EMPTY, bucket, of_measurements
+from ops_math.schedule.record import EMPTY, bucket, of_measurements, policy_text
 from ops_math.schedule.store import ScheduleWarning
 from ops_math.settings import Policy
 from ops_math.spec import Cost, Device, Implementation
@@ -70,6 +70,11 @@ def test_the_newest_of_those_that_fit_a_bucket_speaks_for_it():
 @pytest.mark.parametrize("field", ["op", "phase", "dtype", "policy"])
 def test_a_measurement_of_another_operator_phase_dtype_or_policy_is_not_used(field):
     assert answer(measured(**{field: "other"})).reason == "fastest predicted"
+
+
+def test_every_part_of_a_policy_but_what_was_forced_is_in_the_key():
+    assert policy_text(Policy("ieee", 1, (("toy", "eager"),))) == policy_text(Policy("ieee", 1, ())) == "precision=ieee determinism=1"
+    assert len(policy_text(FREE).split()) == len(Policy._fields) - 1
 
 
 def test_a_winner_that_is_not_legal_here_gives_way_to_the_fastest_that_is():

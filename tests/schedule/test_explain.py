@@ -51,8 +51,12 @@ def test_devices_differ_in_what_they_can_and_how_fast():
 def test_every_function_is_explained_forward_and_backward(function):
     sizes = {1: "64x96", 2: "64x32x512", 4: "2x64x4x2x64"}[command.CALLS[function][0].count("x")]
     found = json.loads(asked("explain", function, "--shape", sizes, "--device", "h200", "--json"))
-    assert {one["phase"] for one in found} == {"fwd", "bwd"}
+    assert {one["phase"] for one in found} >= {"fwd", "bwd"}
     assert {one["op"] for one in found} == {catalog.public_functions()[function].name}
+
+
+def test_no_public_function_is_left_unexplained():
+    assert set(command.CALLS) == set(catalog.public_functions())
 
 
 def test_what_was_measured_here_is_shown_with_its_date_and_what_was_refused():

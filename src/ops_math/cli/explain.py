@@ -49,13 +49,23 @@ def _attention(s: Sizes) -> tuple[Any, ...]:
     return s.tensor(batch, seq, heads, width), s.tensor(batch, seq, kv_heads, width), s.tensor(batch, seq, kv_heads, width)
 
 
+def _packed(s: Sizes) -> tuple[Any, ...]:
+    batch, seq, heads, kv_heads, width = s.n
+    return s.tensor(batch, seq, (heads + 2 * kv_heads) * width), {"num_heads": heads, "num_kv_heads": kv_heads}
+
+
 def _rope(s: Sizes) -> tuple[Any, ...]:
     batch, seq, heads, kv_heads, width = s.n
     tables = s.constant(seq, width // 2), s.constant(seq, width // 2)
     return s.tensor(batch, seq, heads, width), s.tensor(batch, seq, kv_heads, width), *tables
 
 
-# What `--shape` names for each function, and the arguments that it makes of it.
+def _rope_packed(s: Sizes) -> tuple[Any, ...]:
+    qkv, heads = _packed(s)
+    return qkv, *_rope(s)[2:], heads
+
+
+# What `--shape` names for each function, and the arguments that it makes of it; keyword arguments come last, as a dictionary.
 CALLS: dict[str, tuple[str, Maker]] = {
     "rms_norm": ("ROWSxCOLS", lambda s: (s.tensor(*s.n), s.tensor(s.n[1]))),
     "add_rms_norm": ("ROWSxCOLS", lambda s: (s.tensor(*s.n), s.tensor(*s.n), s.tensor(s.n[1]))),
@@ -70,7 +80,10 @@ CALLS: dict[str, tuple[str, Maker]] = {
     "cross_entropy": ("ROWSxCLASSES", lambda s: (s.tensor(*s.n), s.ints(s.n[0]))),
     "linear_cross_entropy": ("ROWSxHIDDENxCLASSES", lambda s: (s.tensor(s.n[0], s.n[1]), s.tensor(s.n[2], s.n[1]), s.ints(s.n[0]))),
     "attention": ("BATCHxSEQxHEADSxKV_HEADSxWIDTH", _attention),
+    "attention_qkv": ("BATCHxSEQxHEADSxKV_HEADSxWIDTH", _packed),
     "rope": ("BATCHxSEQxHEADSxKV_HEADSxWIDTH", _rope),
+    "rope_qkv": ("BATCHxSEQxHEADSxKV_HEADSxWIDTH", _rope_packed),
+    "dropout": ("ROWSxCOLS", lambda s: (s.tensor(*s.n), 0.1)),
 }
 
 
@@ -104,6 +117,8 @@ def problems_of(function: str, shape: str, dtype: str, keywords: dict[str, Any])
     checks.one_of("explain", "--dtype", dtype, tuple(DTYPE_OF))
     public = catalog.public_functions()[function].public[function]
     args = CALLS[function][1](Sizes(sizes_of(function, shape), DTYPE_OF[dtype]))
+    if isinstance(args[-1], dict):
+        args, keywords = args[:-1], {**args[-1], **keywords}
 
     def both() -> None:
         try:
@@ -111,7 +126,9 @@ def problems_of(function: str, shape: str, dtype: str, keywords: dict[str, Any])
         except TypeError as error:
             checks.fail("explain", "--with", f"a keyword of {function}", str(error), "See its page in the documentation.")
         outs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
-        torch.autograd.grad(outs, [a for a in args if a.requires_grad], [torch.empty_like(o) for o in outs], allow_unused=True)
+        torch.autograd.grad(
+            outs, [a for a in args if isinstance(a, T) and a.requires_grad], [torch.empty_like(o) for o in outs], allow_unused=True
+        )
 
     operators = catalog.operators()
     found: dict[tuple[str, str, Any], tuple[Any, str, Any]] = {}

@@ -118,8 +118,8 @@ EMPTY = Record(())
 
 
 def policy_text(policy: Policy) -> str:
-    """The part of a policy that measurements depend on."""
-    return f"precision={policy.precision} determinism={policy.determinism}"
+    """The part of a policy that measurements depend on: all but what was forced, which reaches no measurement."""
+    return " ".join(f"{name}={value}" for name, value in zip(policy._fields, policy, strict=True) if name != "forced")
 
 
 def bucket(problem: Any) -> str:
