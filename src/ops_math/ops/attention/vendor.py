@@ -122,7 +122,7 @@ def predict_us(p: AttentionProblem, device: Device, phase: str) -> float:
     wide, narrow = RATES[name]
     rate = (wide if p.head_dim > 64 else narrow)[phase == "bwd"] * device.product_tflops / 770.0
     packing = 2 * p.batch * (p.q_len * p.heads + 2 * p.k_len * p.kv_heads) * p.head_dim * 2 if p.packed_qkv and phase == "bwd" else 0
-    return flops / (rate * 1e6) + packing / (device.bandwidth_gbs * 1e3) + 3 * device.launch_us
+    return flops / (rate * 1e6) + packing / (device.bandwidth_gbs * 1e3) + (1 if phase == "fwd" else 3) * device.launch_us
 
 
 def launch_fwd(
