@@ -62,16 +62,20 @@ def test_the_kernel_subtracts_from_the_weighed_gradient_what_it_summed() -> None
     """With one column dx is dsum exactly, but not where dy * weight - mean became one operation, which does not round the product: the
     rest, times an rstd of 316, was 14 times what the budget allows (H200, 2026-11-29)."""
     pytest.importorskip("triton", reason="missing capability: Triton")
-    from ops_math import backends
+    from ops_math import backends, catalog
     from ops_math.backends import null
     from ops_math.ops.layer_norm import triton_gpu
-    from ops_math.ops.layer_norm.problem import LayerNormProblem
+    from ops_math.testing.capture import like_on
+    from ops_math.testing.crosscompile import calls_of
 
-    device, names = backends.NAMED["h100"], ("fp32", "", "fp32", "", "", "fp32")
-    problem = LayerNormProblem(6, 1, *names, 0.0, 0.0, "fp32", True, False, False, False, False)
-    rows, weight, per_row = torch.empty(6, 1, device="meta"), torch.empty(1, device="meta"), torch.empty(6, device="meta")
+    operator, device = catalog.operators()["layer_norm"], backends.NAMED["h100"]
+    case = next(c for c in operator.file("problem").CASES if c.name == "add, one column")
+    (call,) = (c for c in calls_of(operator, case, "fp32") if c.phase == "bwd")
+    phase = operator.phases["bwd"]
+    problem = phase.problem_of(*call.args)
+    tensors = [like_on(t, "meta") for t in call.args[: phase.num_tensors]]
     with null.pretend(device) as compiled:
-        triton_gpu.launch_bwd(problem, triton_gpu.configs(problem, device, "bwd")[0], rows, rows, rows, weight, per_row, per_row, None)
+        triton_gpu.launch_bwd(problem, triton_gpu.configs(problem, device, "bwd")[0], *tensors)
         (ptx,) = (kernel.asm["ptx"] for name, kernel in compiled if name.endswith("_bwd_kernel"))
         compiled.clear()
     products = re.findall(r"(?:mul|fma)(?:\.rn)?\.f32\s+%\w+, (%\w+), (%\w+)(?:, (\S+))?;", ptx)
