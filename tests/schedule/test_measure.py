@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ops_math.schedule import Limits, NotMeasuredError, ceilings, measure
-from ops_math.schedule.accuracy import coarse_oracle, oracle_of, verdict
+from ops_math.schedule.accuracy import coarse_oracle, is_narrow, oracle_of, verdict
 from ops_math.schedule.timing import Timing, decide, summary, tied
 from ops_math.settings import Policy
 from tests.schedule import toy
@@ -181,9 +181,38 @@ def test_a_limit_lets_rounding_through_and_nothing_larger():
     assert verdict([y], coarse) is None
 
 
+def test_a_statistic_saved_in_fp32_of_16_bit_numbers_may_be_summed_otherwise_and_not_be_rounded_to_16_bits():
+    """cuDNN's and Flash's log-sum-exp of bf16 is off by 1e-5 where plain fp32 sums are off by 1e-6."""
+    lse = torch.rand(4, 4, 256, dtype=torch.float64) * 3 + 5
+    held = oracle_of([lse], [lse.float()], "the oracle", is_narrow([torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1), None, 3]))
+    off = lse * (1 + 1.2e-5 * torch.randn(lse.shape, dtype=torch.float64).clamp(-1, 1))
+    assert verdict([off.float()], held) is None
+    assert "is wrong" in verdict([lse.bfloat16().float()], held)
+    assert "is wrong" in verdict([lse.half().float()], held)
+    assert "is wrong" in verdict([off.float()], oracle_of([lse], [lse.float()], "the oracle", is_narrow([torch.zeros(1)])))
+
+
 def test_an_infinity_or_nan_that_the_oracle_has_too_is_right():
     r = torch.randn(16, 32, dtype=torch.float64)
     r[0, 0], r[1, 1] = -torch.inf, torch.nan
     held = oracle_of([r], [r.float()], "the oracle")
     assert verdict([r.float()], held) is None
     assert verdict([torch.nan_to_num(r.float(), neginf=torch.inf)], held) is not None
+
+
+def test_a_sum_that_cancels_is_all_rounding_and_an_honest_candidate_of_it_is_timed():
+    x = torch.full((64, 256), 0.7) + torch.randn(64, 256) * 1e-9
+
+    def deviations(problem, config, x):
+        return (x - x.mean(1, keepdim=True)) * 1e3
+
+    def summed_otherwise(problem, config, x):
+        return (x - x.flip(1).cumsum(1)[:, -1:] / x.shape[1]) * 1e3
+
+    def not_scaled(problem, config, x):
+        return x - x.mean(1, keepdim=True) + 0.01
+
+    entry = toy.Toy({"magic": summed_otherwise, "wrong": not_scaled, "eager": deviations})
+    found = measure(entry, "fwd", [x], limits=QUICK)
+    assert set(found.times_us) == {"magic", "eager"}
+    assert found.refused["wrong"].startswith("result 0 is wrong")

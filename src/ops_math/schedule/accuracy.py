@@ -18,8 +18,12 @@ from ops_math.spec import DTYPE_NAME, compute_dtype
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 # Factors on the yardstick's own error: twice those of ops_math.testing.budget, which averages over several draws.
 FACTOR = {"max": 4.0, "l2": 3.0, "gain": 8.0}
-FLOOR = {"max": 1.0, "l2": 0.5, "gain": 0.05}  # in units of the storage dtype: what one rounding at the store does, gains averaging out
+FLOOR = {"max": 1.0, "l2": 0.5, "gain": 3.0}  # in units of the storage dtype: what one rounding at the store does; gains average out
 COARSE = {"max": 32.0, "l2": 4.0, "gain": 1.0}  # in units, where only another implementation of the same dtype could be run
+# A statistic saved in fp32 by a call on 16-bit numbers (a log-sum-exp) may be off by this: products are summed in another order, and
+# exponentials are fast ones (PyTorch's flash attention on a CPU: 1.4e-5). Rounding it to fp16, a fault, is off by four times as much.
+SAVED = 2.0**-14
+NUDGE, CONDITIONING = 2.0**-24, 8.0  # inputs moved by one unit of fp32, and how much of what the oracle moves then is allowed
 ACCUMULATED = 64 * 2.0**-24  # another order of fp32 sums
 TINY = 1e-30
 PIECE = 1 << 24  # elements compared at a time
@@ -71,22 +75,59 @@ def statistics(y: torch.Tensor, r: torch.Tensor) -> dict[str, float]:
     return {"max": top / max(largest, TINY), "l2": math.sqrt(squares / power), "gain": abs(product) / power}
 
 
-def oracle_of(wide: Sequence[torch.Tensor], yardstick: Sequence[torch.Tensor], words: str) -> Oracle:
-    """An oracle from results in a wider dtype and the yardstick's in the storage dtype."""
+def nudged(args: Sequence[Any]) -> list[Any]:
+    """The arguments in float64, every element moved by one unit of fp32 up or down."""
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype not in DTYPE_NAME:
+            return value
+        generator = torch.Generator(value.device).manual_seed(7)
+        sign = torch.randint(0, 2, value.shape, generator=generator, device=value.device) * 2 - 1
+        return value * (1 + NUDGE * sign)
+
+    return [moved(value) for value in widened(args, torch.float64)]
+
+
+def is_narrow(args: Sequence[Any]) -> bool:
+    """Whether a floating tensor among the arguments has 16 bits."""
+    return any(isinstance(a, torch.Tensor) and UNIT.get(a.dtype, 0.0) > UNIT[torch.float32] for a in args)
+
+
+def averaging(r: torch.Tensor) -> float:
+    """1 / sqrt of the effective number of terms in <r, r>: how well independent roundings average out."""
+    fourth = square = 0.0
+    for part in r.reshape(-1).split(PIECE):
+        powers = torch.where(torch.isfinite(part), part, 0.0).double().square()
+        fourth, square = fourth + float(powers.square().sum()), square + float(powers.sum())
+    return math.sqrt(fourth) / max(square, TINY**2)
+
+
+def oracle_of(wide: Sequence[torch.Tensor], yardstick: Sequence[torch.Tensor], words: str, narrow: bool = False) -> Oracle:
+    """An oracle from results in a wider dtype and the yardstick's in the storage dtype; `narrow` where the arguments have 16 bits."""
     limits: list[dict[str, float]] = []
     for r, y in zip(wide, yardstick, strict=True):
         if r.numel() == 0 or r.dtype not in DTYPE_NAME:
             limits.append({})
             continue
-        unit, own = UNIT[y.dtype], statistics(y, r)
+        unit, own = max(UNIT[y.dtype], SAVED * narrow), statistics(y, r)
         own = {k: 0.0 if math.isnan(v) else v for k, v in own.items()}  # the yardstick overflowed where float64 did not
-        limits.append({k: FACTOR[k] * own[k] + FLOOR[k] * unit + ACCUMULATED * (compute_dtype(y.dtype) != torch.float64) for k in FACTOR})
+        floor = {**FLOOR, "gain": FLOOR["gain"] * averaging(r)}
+        limits.append({k: FACTOR[k] * own[k] + floor[k] * unit + ACCUMULATED * (compute_dtype(y.dtype) != torch.float64) for k in FACTOR})
     return Oracle(tuple(wide), tuple(limits), words)
 
 
-def coarse_oracle(results: Sequence[torch.Tensor], words: str) -> Oracle:
+def conditioned(oracle: Oracle, moved: Sequence[torch.Tensor]) -> Oracle:
+    """The oracle with room for what its own results move when its inputs do (`nudged`): sums that cancel are all rounding."""
+    limits = []
+    for limit, r, m in zip(oracle.limits, oracle.results, moved, strict=True):
+        own = statistics(m, r) if limit else {}
+        limits.append({k: v + CONDITIONING * (0.0 if math.isnan(own[k]) else own[k]) for k, v in limit.items()})
+    return oracle._replace(limits=tuple(limits))
+
+
+def coarse_oracle(results: Sequence[torch.Tensor], words: str, narrow: bool = False) -> Oracle:
     """An oracle from another implementation in the same dtype, for calls that are too large for a wider one."""
-    units = (UNIT.get(r.dtype, 0.0) for r in results)
+    units = (max(UNIT[r.dtype], SAVED * narrow) if r.dtype in UNIT and r.numel() else 0.0 for r in results)
     limits = tuple({k: COARSE[k] * max(unit, ACCUMULATED) for k in COARSE} if unit else {} for unit in units)
     return Oracle(tuple(results), limits, words)
 
