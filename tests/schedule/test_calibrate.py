@@ -268,3 +268,14 @@ def test_a_calibration_says_how_often_the_model_alone_would_have_been_right():
         operator.forget()
     assert slow.measurements[0].winner == "eager"
     assert slow.model_close == 0, "the model trusts what PASSES says of the vendor"
+
+
+def test_a_disk_or_a_device_without_room_costs_a_sentence(monkeypatch):
+    def no_room(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(collect.Met, "args_on_device", no_room)
+    found = om.calibrate(lambda: om.softmax(torch.randn(8, 8)), seconds=1, save=False)
+    assert found.measurements == ()
+    assert found.skipped[0][1] == "failed: OSError: [Errno 28] No space left on device"
+    assert "not measured: softmax fwd SoftmaxProblem" in str(found)

@@ -17,9 +17,10 @@ from ops_math.schedule.live import (
     state_dict,
     thaw,
 )
-from ops_math.schedule.measure import Limits, NotMeasuredError, measure
+from ops_math.schedule.measure import Limits, measure
 from ops_math.schedule.record import Ceilings, Measurement, Record, load_shipped
 from ops_math.schedule.store import ScheduleWarning
+from ops_math.schedule.trial import NotMeasuredError
 
 __all__ = [
     "Calibration",

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-from ops_math.schedule.measure import Limits, NotMeasuredError
+from ops_math.schedule.measure import Limits
 from ops_math.schedule.record import Measurement, Record, from_row, to_row
+from ops_math.schedule.trial import NotMeasuredError
 from ops_math.settings import Policy
 
 START_SECONDS = 120.0  # importing PyTorch and making a CUDA context, on a machine that is busy

@@ -18,9 +18,9 @@ from ops_math.schedule.ceilings import measure_ceilings
 from ops_math.schedule.choose import choose, predict_us
 from ops_math.schedule.collect import Collector, Met
 from ops_math.schedule.identity import identity_of
-from ops_math.schedule.measure import Limits, NotMeasuredError, measure
+from ops_math.schedule.measure import Limits, measure
 from ops_math.schedule.record import EMPTY, Measurement, bucket, from_row, label, to_row
-from ops_math.schedule.trial import CandidateFailedError, DeviceHungError
+from ops_math.schedule.trial import CandidateFailedError, DeviceHungError, NotMeasuredError, in_words
 
 Progress = Callable[[str, int, int], None]  # what is being done, how many problems are done, of how many
 KEPT_BYTES = 8 << 30
@@ -167,8 +167,8 @@ def _measure_all(
         except DeviceHungError as error:
             hung = str(error)
             skipped.append((name, hung))
-        except (NotMeasuredError, CandidateFailedError, torch.OutOfMemoryError) as error:
-            skipped.append((name, str(error)))
+        except (NotMeasuredError, CandidateFailedError, RuntimeError, OSError, MemoryError) as error:  # no memory, no disk, a dead child
+            skipped.append((name, in_words(error)))
     progress("done", len(wanted), len(wanted))
     return found, skipped
 

@@ -11,9 +11,9 @@ from ops_math import backends, settings
 from ops_math.schedule import live
 from ops_math.schedule.calibrate import ensure_ceilings
 from ops_math.schedule.identity import identity_of
-from ops_math.schedule.measure import Limits, NotMeasuredError, measure
+from ops_math.schedule.measure import Limits, measure
 from ops_math.schedule.store import warn
-from ops_math.schedule.trial import CandidateFailedError, DeviceHungError
+from ops_math.schedule.trial import CandidateFailedError, DeviceHungError, NotMeasuredError, in_words
 
 
 def met(operator: live.Operator, phase: str, problem: Any, args: Sequence[Any]) -> None:
@@ -32,8 +32,8 @@ def met(operator: live.Operator, phase: str, problem: Any, args: Sequence[Any]) 
         found = measure(
             operator, phase, args, limits=limits, progress=progress and (lambda words: progress(f"{operator.name} {phase}: {words}"))
         )
-    except (NotMeasuredError, CandidateFailedError, DeviceHungError, torch.OutOfMemoryError) as error:
-        warn(f"schedule: {operator.name} ({phase}) was not measured: {error}. The model chooses. The problem was {problem}.")
+    except (NotMeasuredError, CandidateFailedError, DeviceHungError, RuntimeError, MemoryError) as error:
+        warn(f"schedule: {operator.name} ({phase}) was not measured: {in_words(error)}. The model chooses. The problem was {problem}.")
         return
     live.add(identity_of(backends.device_of(device)), [found])
 

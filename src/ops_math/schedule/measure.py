@@ -21,7 +21,7 @@ from ops_math.schedule.identity import source_of
 from ops_math.schedule.live import Operator, record_for
 from ops_math.schedule.record import Measurement, Record, bucket, label, policy_text
 from ops_math.schedule.timing import Stopwatch, Timing, decide, interleave, summary
-from ops_math.schedule.trial import CandidateFailedError, Trial
+from ops_math.schedule.trial import CandidateFailedError, NotMeasuredError, Trial
 from ops_math.settings import Policy
 from ops_math.spec import Implementation
 
@@ -31,10 +31,6 @@ NEAR = 1.5  # finalists are within this of the fastest first impression
 FINEST = "eager in fp64"
 IMPRESSION = 3  # samples of it
 TRIALS_SHARE = 0.6  # of the budget may go into first impressions of further configurations
-
-
-class NotMeasuredError(Exception):
-    """A call that cannot be measured, with the reason in words."""
 
 
 class Limits(NamedTuple):

@@ -20,6 +20,10 @@ class CandidateFailedError(Exception):
     """A candidate that cannot be used, with the reason in words."""
 
 
+class NotMeasuredError(Exception):
+    """A call that cannot be measured, with the reason in words."""
+
+
 class DeviceHungError(Exception):
     """The device does not finish what it was given, so nothing more can be measured."""
 
@@ -98,7 +102,9 @@ class Trial:
 
 
 def in_words(error: BaseException) -> str:
-    """The reason a candidate failed, in one line."""
+    """The reason a candidate, or a measurement, failed, in one line."""
+    if isinstance(error, CandidateFailedError | DeviceHungError | NotMeasuredError):
+        return str(error)
     text = " ".join(str(error).split())
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text or "out of memory" in text:
         return f"needs more memory than there is ({text[:120]})"

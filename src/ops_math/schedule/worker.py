@@ -17,9 +17,9 @@ from ops_math import settings
 from ops_math.schedule.apart import STARTED
 from ops_math.schedule.collect import laid_out_like
 from ops_math.schedule.live import LIVE
-from ops_math.schedule.measure import Limits, NotMeasuredError, measure
+from ops_math.schedule.measure import Limits, measure
 from ops_math.schedule.record import EMPTY, Ceilings, from_row, of_measurements, to_row
-from ops_math.schedule.trial import CandidateFailedError, DeviceHungError
+from ops_math.schedule.trial import CandidateFailedError, DeviceHungError, NotMeasuredError
 from ops_math.settings import Policy
 
 
