@@ -39,10 +39,10 @@ class Runner:
     ) -> None:
         self.variant, self.device, self.autocast = variant, device, autocast
         self.model = build(name, seed=seed, device=device, dtype=dtype).train()
-        if variant == "ops":
+        if variant in ("ops", "packed"):
             from ops_nn.adopt import adopt  # plain runs must not need it
 
-            self.adopted = adopt(self.model)
+            self.adopted = adopt(self.model, pack=variant == "packed")
         self.call: Callable[..., Any] = torch.compile(self.model) if variant == "compile" else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         generator = torch.Generator(device=device).manual_seed(seed)

@@ -3,9 +3,10 @@
 Importing this package registers operators with PyTorch and does nothing else: no CUDA context, no Triton, no environment.
 """
 
-from ops_math import schedule
+from ops_math import layout, schedule
 from ops_math._version import __version__
 from ops_math.blocks.casts import cast_weights
+from ops_math.blocks.packing import Packing, pack_weights
 from ops_math.blocks.recognise import PartReport, part_of
 from ops_math.blocks.residual import residual_attention, residual_mlp, residual_norm
 from ops_math.blocks.streams import Narrowed, Unsummed
@@ -13,6 +14,7 @@ from ops_math.catalog import public_functions as _public_functions
 from ops_math.checks import ArgumentError, BudgetError, UnsupportedError
 from ops_math.debug import debug
 from ops_math.debug import observed as _observed
+from ops_math.ops.adamw.op import AdamWGroup, AdamWTables, adamw
 from ops_math.ops.attention.op import attention, attention_qkv
 from ops_math.ops.cross_entropy.op import cross_entropy
 from ops_math.ops.cross_entropy.op_linear import linear_cross_entropy
@@ -30,14 +32,18 @@ from ops_math.settings import checked, determinism, enabled, force, precision
 from ops_math.stats import reset_stats, stats
 
 __all__ = [
+    "AdamWGroup",
+    "AdamWTables",
     "ArgumentError",
     "BudgetError",
     "Narrowed",
+    "Packing",
     "PartReport",
     "Rng",
     "Unsummed",
     "UnsupportedError",
     "__version__",
+    "adamw",
     "add_layer_norm",
     "add_rms_norm",
     "attention",
@@ -56,7 +62,9 @@ __all__ = [
     "gelu",
     "is_enabled",
     "layer_norm",
+    "layout",
     "linear_cross_entropy",
+    "pack_weights",
     "part_of",
     "precision",
     "reset_stats",

@@ -11,7 +11,7 @@ from torch import nn
 
 import ops_math as om
 from ops_math import features
-from ops_math.blocks import casts, products
+from ops_math.blocks import casts, packed
 from ops_nn.models.bert import BertConfig, BertForMaskedLM
 
 BF16 = torch.bfloat16
@@ -63,7 +63,7 @@ def test_the_bits_are_those_of_casts_where_they_are_used(model, monkeypatch):
 
 
 def test_query_key_and_value_are_one_matrix_without_another_copy(model, monkeypatch):
-    monkeypatch.setattr(products, "_cast_together", lambda *a: pytest.fail("the weights were cast again"))
+    monkeypatch.setattr(packed, "cast_together", lambda *a: pytest.fail("the weights were cast again"))
     gradients(model, torch.randn(2, 8, 32), True)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ops_math as om
-from ops_math.blocks import closing, norms, products, residual
+from ops_math.blocks import closing, norms, packed, residual
 
 LAYER_NORM = "layer_norm"
 
@@ -134,7 +134,7 @@ def test_packed_heads_are_the_products_as_heads():
     affines = tuple((torch.randn(n, 16, requires_grad=True), torch.randn(n, requires_grad=True)) for n in (16, 8, 8))
     flat = [t for pair in affines for t in pair]
     with torch.autocast("cpu", torch.bfloat16):
-        ours = products.packed_heads(x, affines, 4)
+        ours = packed.packed_heads(x, affines, 4)
         plain = [torch.nn.functional.linear(x, w, b).unflatten(-1, (-1, 4)).transpose(1, 2) for w, b in affines]
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b)

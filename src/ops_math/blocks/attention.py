@@ -10,10 +10,13 @@ import torch.nn.functional as F
 
 from ops_math import settings
 from ops_math.blocks.closing import Closed, Ending, close_product
+from ops_math.blocks.packed import packed_heads, packed_or_apart, packed_product, packs
 from ops_math.blocks.parts import Part
-from ops_math.blocks.products import Affine, packed_heads, packed_product, packs, product_dtype, products
+from ops_math.blocks.products import Affine, product_dtype
+from ops_math.dispatch import needs_grad
 from ops_math.ops.attention import op_drawn
 from ops_math.ops.attention.op import attention, attention_qkv
+from ops_math.ops.rope.op import Heads as Turned
 from ops_math.ops.rope.op import rope
 from ops_math.rng import Rng
 
@@ -241,7 +244,7 @@ def read(part: Part, module: Any, kwargs: dict[str, Any], x: torch.Tensor) -> Re
 def _products(x: torch.Tensor, affines: tuple[Affine, ...]) -> tuple[torch.Tensor, ...]:
     if not settings.active():
         return tuple(F.linear(x, w, b) for w, b in affines)
-    return packed_product(x, affines) if len(affines) > 1 and packs(x, affines) else products(x, affines)
+    return packed_or_apart(x, affines)
 
 
 def _arguments(heads: Heads, options: Options, rng: Rng | None) -> dict[str, Any]:
@@ -278,6 +281,11 @@ def _attend_inside(heads: Heads, options: Options, h: torch.Tensor, rng: Rng | N
     packed = options.cu_seqlens is not None
     if packed and h.dim() == 3:
         h = h.flatten(0, 1)
+    if _as_one(heads, h):
+        num_heads, num_kv_heads, _ = (w.shape[0] // heads.head_dim for w, _ in heads.projections)
+        turned = None if options.tables is None else Turned(num_heads, num_kv_heads, 0, False)
+        qkv = packed_product(h, heads.projections, turned, options.tables, options.position_ids)
+        return attention_qkv(qkv, num_heads=num_heads, num_kv_heads=num_kv_heads, **_arguments(heads, options, rng))
     projected = _products(h, heads.projections)
     if not heads.batch_first and not packed:
         projected = tuple(t.transpose(0, 1) for t in projected)
@@ -289,6 +297,12 @@ def _attend_inside(heads: Heads, options: Options, h: torch.Tensor, rng: Rng | N
     if options.tables is not None:
         q, k = rope(q, k, *options.tables, position_ids=options.position_ids)
     return attention(q, k, v, **arguments)
+
+
+def _as_one(heads: Heads, h: torch.Tensor) -> bool:
+    """Whether query, key and value are one product, and their gradient one tensor."""
+    flat = [t for pair in heads.projections for t in pair]
+    return settings.active() and len(heads.projections) == 3 and packs(h, heads.projections) and needs_grad(h, *flat)
 
 
 def can_close(heads: Heads, options: Options) -> bool:

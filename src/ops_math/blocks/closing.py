@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ops_math.blocks import norms, products
+from ops_math.blocks import mlp_products, norms, products
 from ops_math.blocks.products import Affine
 from ops_math.dispatch import apply, needs_grad, store_dtype
 from ops_math.ops.layer_norm import op as layer_norm
@@ -162,12 +162,12 @@ class _GeluMlp(torch.autograd.Function):
         b1: Tensor | None, w2: Tensor, b2: Tensor | None, weight: Tensor | None, shift: Tensor | None, state: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         last = (w2, None if rule.bias_in_norm else b2)
-        branch, kept = products.gelu_mlp_forward(x, rule.product, approximate, inner_state, inner_p, (w1, b1), last)
+        branch, kept = mlp_products.gelu_mlp_forward(x, rule.product, approximate, inner_state, inner_p, (w1, b1), last)
         results, saved, ctx.kept = _sum_and_norm(rule, branch, residual, weight, shift, b2 if rule.bias_in_norm else None, state)
         ctx.save_for_backward(*kept, *saved)
         ctx.set_materialize_grads(False)
         ctx.rule = rule
-        ctx.options = products.GeluMlp(x.dtype, w1.dtype, w2.dtype, None if b2 is None else b2.dtype, approximate, inner_p)
+        ctx.options = mlp_products.GeluMlp(x.dtype, w1.dtype, w2.dtype, None if b2 is None else b2.dtype, approximate, inner_p)
         return results
 
     @staticmethod
@@ -180,7 +180,7 @@ class _GeluMlp(torch.autograd.Function):
         dbranch, dresidual, dweight, dshift, db2 = _sum_and_norm_backward(ctx.rule, ctx.kept, saved[6:], dys, needed)
         dx = dw1 = db1 = dw2 = None
         if dbranch is not None:
-            dx, dw1, db1, dw2, own = products.gelu_mlp_backward(ctx.options, saved[:6], dbranch, inside)
+            dx, dw1, db1, dw2, own = mlp_products.gelu_mlp_backward(ctx.options, saved[:6], dbranch, inside)
             db2 = db2 if own is None else own
         return None, None, None, None, dx, dresidual, dw1, db1, dw2, db2, dweight, dshift, None
 

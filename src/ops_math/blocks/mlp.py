@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from ops_math import settings
 from ops_math.blocks.attention import affine, drop_chance
 from ops_math.blocks.closing import Closed, Ending, close_gelu_mlp
+from ops_math.blocks.mlp_products import gated_mlp, gelu_mlp
 from ops_math.blocks.parts import Part
-from ops_math.blocks.products import Affine, gated_mlp, gelu_mlp, products
+from ops_math.blocks.products import Affine, products
 from ops_math.blocks.recognise import kind_of
 from ops_math.ops.dropout.op import dropout
 from ops_math.rng import Rng, state_for

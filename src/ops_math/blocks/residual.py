@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ops_math import checks, settings
-from ops_math.blocks import as_it_is, attention, mlp, norms, recognise, replay
+from ops_math.blocks import as_it_is, attention, mlp, norms, packing, recognise, replay
 from ops_math.blocks.closing import Closed, Ending, can_close, records
 from ops_math.blocks.parts import BLOCK_KEYWORDS
 from ops_math.blocks.products import Affine
@@ -163,6 +163,12 @@ def _read_mlp(site: str, module: Any, kwargs: dict[str, Any], h: torch.Tensor) -
     return mlp.read(recognise.kind_of(module), module, kwargs)  # type: ignore[arg-type]
 
 
+def _note_undone(site: str, module: Any) -> None:
+    why = packing.why_undone(module)
+    if why:
+        _note(site, type(module).__name__, why)
+
+
 def _attention_branch(site: str, attn: Any, kwargs: dict[str, Any], h: torch.Tensor, rng: Rng | None, compose: bool) -> _Branch | None:
     """The branch put together from what is read; None where the module runs as it is, which is noted with the reason."""
     if not compose:
@@ -176,6 +182,7 @@ def _attention_branch(site: str, attn: Any, kwargs: dict[str, Any], h: torch.Ten
             _note(site, type(attn).__name__, found)
         return None
     heads, options = found
+    _note_undone(site, attn)
     close = (lambda ending: attention.close(heads, options, h, rng, ending)) if attention.can_close(heads, options) else None
     return _Branch(lambda split: attention.attend(heads, options, h, rng, split), close, heads.output, heads.branch_dropout_p, heads.norm)
 
@@ -188,6 +195,7 @@ def _mlp_branch(site: str, module: Any, kwargs: dict[str, Any], h: torch.Tensor,
     if isinstance(found, str):
         _note(site, type(module).__name__, found)
         return None
+    _note_undone(site, module)
     close = (lambda ending: mlp.close(found, h, rng, ending)) if mlp.can_close(found) else None
     return _Branch(lambda split: mlp.transform(found, h, rng, split), close, found.down, found.branch_dropout_p, found.norm)
 

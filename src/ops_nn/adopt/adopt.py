@@ -35,15 +35,17 @@ class Adoption:
         report: a `Row` for each module that was looked at.
     """
 
-    def __init__(self, model: nn.Module, swaps: list[Swap], report: tuple[Row, ...]) -> None:
+    def __init__(self, model: nn.Module, swaps: list[Swap], report: tuple[Row, ...], packing: om.Packing | None = None) -> None:
         self.model, self.report = model, report
-        self._swaps = swaps
+        self._swaps, self._packing = swaps, packing
 
     def revert(self) -> nn.Module:
         """Take everything out again; the model is bit for bit what it was. A second call does nothing."""
         for swap in self._swaps:
             swap.take()
-        self._swaps = []
+        if self._packing is not None:
+            self._packing.unpack()
+        self._swaps, self._packing = [], None
         return self.model
 
     def check(self, loss: Callable[[nn.Module], Tensor], *, tolerance: float = 2.0, on_error: str = "raise") -> Any:
@@ -111,7 +113,7 @@ def _part_rows(swap: Swap) -> list[Row]:
     return rows
 
 
-def adopt(model: nn.Module) -> Adoption:
+def adopt(model: nn.Module, *, pack: bool = False) -> Adoption:
     """Put the operators into a model, in place.
 
     Forwards of layers become the two lines, residual sums are fused with the norms that follow, and the loss of the head is computed
@@ -121,6 +123,9 @@ def adopt(model: nn.Module) -> Adoption:
     Args:
         model: it, or a part of it, is our Llama or BERT baseline, a Hugging Face Llama, Qwen2, Mistral or BERT, or a
             torch.nn.TransformerEncoder; what is not known is left alone and reported.
+        pack: also lay weights that share an input together in memory (`om.pack_weights`), so that they are one product. Off by default:
+            a product of another shape may round another bit, and torch.compile and a deep copy run the products apart. Ask for it before
+            anything that flattens parameters into a buffer of its own.
 
     Returns:
         an `Adoption` with `.report`, `.model`, `.check(loss)` and `.revert()`; a context manager too.
@@ -152,4 +157,7 @@ def adopt(model: nn.Module) -> Adoption:
                 "it holds no layer that is known; use om.residual_attention and om.residual_mlp in its forward",
             )
         )
-    return Adoption(model, swaps, tuple(rows))
+    packing = om.pack_weights(model) if pack and swaps else None
+    for group in () if packing is None else packing.rows:
+        rows.append(Row(group.path, f"{', '.join(group.layers)} as one product", group.packed, group.reason))
+    return Adoption(model, swaps, tuple(rows), packing)
