@@ -1,0 +1,1 @@
+"""A step of AdamW over all parameters of a model, in place."""
