@@ -21,6 +21,7 @@ COMMANDS = {
     "ops": "ops_math.cli.ops:ops",
     "calibrate": "ops_math.cli.calibrate:calibrate",
     "explain": "ops_math.cli.explain:explain",
+    "bench": "ops_math.cli.bench.command:bench",
 }
 # What a user can mend. Anything else is a fault of ours and keeps its traceback.
 USER_ERRORS = (ArgumentError, UnsupportedError, OSError, torch.OutOfMemoryError)

@@ -1,0 +1,212 @@
+"""What a run found, in words, in a table, and in a picture."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from ops_math.cli.bench.baseline import Verdict
+from ops_math.cli.bench.rivals import COMPILED, OURS
+from ops_math.schedule.timing import TIE
+
+Row = dict[str, Any]
+OWN = {OURS, COMPILED, "ops", "packed"}
+STEP_NAMES = {"plain": "torch", "ops": OURS, "packed": f"{OURS} packed"}
+COLOURS = {
+    OURS: "#2a6fbb",
+    COMPILED: "#7fb0e3",
+    "torch": "#777777",
+    "compile": "#b8860b",
+    "liger": "#b04a4a",
+    "quack": "#4a8f4a",
+    "fa4": "#7a4fa3",
+}
+OTHER = "#aaaaaa"
+STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "bench",
+    "font.size": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+def where(row: Row) -> str:
+    """The call and phase of a row: `rms_norm 16384x4096 bf16 fwd`, or the model of a step."""
+    if row["benchmark"] == "step":
+        return f"{row['model']} {row['batch']} x {row['seq']}"
+    return f"{row['op']} {row['shape']} {row['dtype']} {row['phase']}"
+
+
+def name(row: Row) -> str:
+    """The subject's name."""
+    return str(STEP_NAMES.get(row["variant"], row["variant"]))
+
+
+def ratio(row: Row) -> float | None:
+    """Time over plain PyTorch's, in the same run."""
+    found = row.get("ratio_to_torch", row.get("ratio_to_plain"))
+    return None if found is None else float(found)
+
+
+def time_of(row: Row) -> float | None:
+    """What subjects of one call are compared by: kernel time where there is one, else the ratio to plain PyTorch."""
+    return row.get("kernel_us") or row.get("step_ms") or ratio(row)
+
+
+def groups(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows by call and phase."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["benchmark"] in ("operator", "step"):
+            found.setdefault(where(row), []).append(row)
+    return found
+
+
+def lost(rows: Iterable[Row]) -> list[str]:
+    """Where a rival with right numbers is faster than ours, beyond a tie and the noise: `rms_norm ...: liger takes 0.93 of our time`."""
+    words = []
+    for place, group in groups(rows).items():
+        ours = next((row for row in group if row["variant"] in (OURS, "ops")), None)
+        times = [
+            (time_of(row), row)
+            for row in group
+            if row["variant"] not in OWN and not row["variant"].startswith(OURS) and not row.get("wrong")
+        ]
+        known = [(time, row) for time, row in times if time is not None]
+        mine = None if ours is None else time_of(ours)
+        if ours is None or mine is None or not known:
+            continue
+        best, rival = min(known, key=lambda pair: pair[0])
+        if best < mine * (1 - max(TIE, ours.get("noise", 0.0), rival.get("noise", 0.0))):
+            words.append(f"{place}: {name(rival)} takes {best / mine:.2f} of our time")
+    return words
+
+
+def worst(rows: Iterable[Row]) -> Row | None:
+    """Our own row with the smallest share of the ceiling; where there are no shares, that with the largest ratio to plain PyTorch."""
+    ours = [row for row in rows if row.get("variant") == OURS]
+    shared = [row for row in ours if "share" in row]
+    if shared:
+        return min(shared, key=lambda row: float(row["share"]))
+    known = [row for row in ours if ratio(row) is not None]
+    return max(known, key=lambda row: ratio(row) or 0.0) if known else None
+
+
+def worst_words(rows: Iterable[Row]) -> str:
+    """The worst row as a sentence."""
+    row = worst(rows)
+    if row is None:
+        return "nothing of ours was measured"
+    if "share" in row:
+        return f"worst share of the ceiling: {row['share']:.2f} ({where(row)})"
+    return f"worst ratio to plain PyTorch: {ratio(row):.2f} ({where(row)})"
+
+
+def table(rows: list[Row]) -> Table:
+    """Every row; on a CPU ratios alone, since its times are worth nothing outside their run."""
+    on_gpu = any("kernel_us" in row or "step_ms" in row for row in rows)
+    shown = Table("call", "", *(("time", "rate", "share", "host") if on_gpu else ()), "× torch", "±", "first call", "runs")
+    last = ""
+    for place, group in groups(rows).items():
+        for row in group:
+            times = _times(row) if on_gpu else ()
+            over, noise, first = ratio(row), row.get("noise"), row.get("first_call_s")
+            style = "bold" if row["variant"] in OWN else None
+            notes = [row.get("implementation") or "", "WRONG NUMBERS" if row.get("wrong") else ""]
+            shown.add_row(
+                place if place != last else "", name(row), *times,
+                "" if over is None else f"{over:.2f}", "" if noise is None else f"{noise:.0%}", "" if first is None else f"{first:.1f} s",
+                " ".join(note for note in notes if note), style=style,
+            )  # fmt: skip
+            last = place
+    return shown
+
+
+def _times(row: Row) -> tuple[str, str, str, str]:
+    if "step_ms" in row:
+        return f"{row['step_ms']:.1f} ms", f"{row['tokens_per_s']:,.0f} tokens/s", f"{row['peak_gib']:.1f} GiB", ""
+    if "kernel_us" not in row:
+        return "", "", "", ""
+    rate = f"{row['gbs']:,.0f} GB/s" if "gbs" in row else f"{row['tflops']:,.0f} TFLOP/s"
+    return f"{row['kernel_us']:,.1f} us", rate, f"{row['share']:.2f}", f"{row['host_us']:.0f} us"
+
+
+def tell(console: Console, rows: list[Row], missing: dict[str, str], failed: dict[str, str], live: dict[str, Any]) -> None:
+    """Print the run: what was live, the table, who is missing, whose numbers are wrong, where we lose."""
+
+    def say(words: str, style: str | None = None) -> None:
+        console.print(words, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    say("; ".join(f"{key}: {value}" for key, value in live.items()))
+    console.print(table(rows))
+    for rival, why in missing.items():
+        say(f"not measured: {rival}: {why}")
+    for subject, why in failed.items():
+        say(f"dropped out: {subject}: {why}", "red")
+    for row in rows:
+        if row.get("wrong"):
+            say(f"wrong numbers: {name(row)} in {where(row)}: {row['wrong']}", "red")
+    losses = lost(rows)
+    say(f"{len(losses)} of {len(groups(rows))} calls in which a rival is faster:" if losses else "no rival that was measured is faster")
+    for words in losses:
+        say(f"  {words}")
+
+
+def tell_verdict(console: Console, verdict: Verdict, baseline: Path) -> None:
+    """Print what `--check` found."""
+    for note in verdict.notes:
+        console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    for one in verdict.held:
+        change, allowed = one.comparison
+        if one.comparison.regressed:
+            words = f"SLOWER: {one.name}: by {change:.0%}, and {allowed:.0%} is within the noise ({one.before} -> {one.now})"
+            console.print(words, style="red", highlight=False, markup=False, soft_wrap=True)
+        elif one.comparison.blind:
+            words = f"too noisy to tell: {one.name}: {change:+.0%}, and only more than {allowed:.0%} would show"
+            console.print(words, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    for gone in verdict.gone:
+        console.print(f"in the baseline and no longer measured: {gone}", style="red", highlight=False, markup=False, soft_wrap=True)
+    for new in verdict.new:
+        console.print(f"not in the baseline: {new}", highlight=False, markup=False, soft_wrap=True)
+    calm = len(verdict.held) - len(verdict.regressed)
+    console.print(
+        f"{baseline}: {len(verdict.held)} figures held, {len(verdict.regressed)} slower, {calm} not", highlight=False, markup=False
+    )
+
+
+def picture(rows: list[Row], title: str) -> str:
+    """An SVG with a line of dots for each call: shares of the ceiling where they are known, else times over plain PyTorch's."""
+    shown = groups(rows)
+    shares = any("share" in row for row in rows)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8.0, 1.2 + 0.3 * len(shown)), layout="constrained")
+        axes = figure.add_subplot()
+        axes.axvline(1.0, color="#cccccc", lw=1.0, zorder=0)
+        labelled: set[str] = set()
+        for height, group in enumerate(reversed(list(shown.values()))):
+            for row in sorted(group, key=lambda r: r["variant"] in OWN):
+                value = row.get("share") if shares else ratio(row)
+                if value is None:
+                    continue
+                own = name(row)
+                look: dict[str, Any] = {"color": COLOURS.get(own, OTHER), "marker": "D" if own in OWN else "o", "s": 34, "alpha": 0.85}
+                axes.scatter([value], [height], label=None if own in labelled else own, linewidths=0, **look)
+                labelled.add(own)
+        axes.set_yticks(range(len(shown)), list(reversed(shown)))
+        axes.set_xlabel("share of the ceiling (more is better)" if shares else "time over plain PyTorch's (less is better)")
+        axes.set_title(title, loc="left", fontsize=9.0)
+        axes.grid(axis="x", color="#eeeeee")
+        axes.set_axisbelow(True)
+        if labelled:
+            figure.legend(loc="outside lower center", ncols=min(len(labelled), 6), frameon=False)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
