@@ -14,6 +14,7 @@ from ops_math.catalog import public_functions as _public_functions
 from ops_math.checks import ArgumentError, BudgetError, UnsupportedError
 from ops_math.debug import debug
 from ops_math.debug import observed as _observed
+from ops_math.graphs import GraphedStep, graphed_step
 from ops_math.ops.adamw.op import AdamWGroup, AdamWTables, adamw
 from ops_math.ops.attention.op import attention, attention_qkv
 from ops_math.ops.cross_entropy.op import cross_entropy
@@ -36,6 +37,7 @@ __all__ = [
     "AdamWTables",
     "ArgumentError",
     "BudgetError",
+    "GraphedStep",
     "Narrowed",
     "Packing",
     "PartReport",
@@ -60,6 +62,7 @@ __all__ = [
     "geglu",
     "geglu_packed",
     "gelu",
+    "graphed_step",
     "is_enabled",
     "layer_norm",
     "layout",

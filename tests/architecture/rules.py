@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "backends": FOUNDATION,
     "schedule": (*FOUNDATION, "backends"),
     "layout": (*FOUNDATION, "backends"),
+    "graphs": FOUNDATION,
     "precision": (*FOUNDATION, "backends"),
     "profiling": (*FOUNDATION, "backends"),
     "dispatch": (*FOUNDATION, "backends", "schedule", "layout", "precision"),
