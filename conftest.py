@@ -1,15 +1,22 @@
-"""What every test gets: one thread under xdist, a fixed seed, switches put back, and GPU tests skipped in words."""
+"""What every test gets: one thread under xdist, a fixed seed, a cache of its own, switches put back, and GPU tests skipped in words."""
 
 import copy
+import os
+import shutil
+import tempfile
 
 import pytest
 import torch
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Under xdist each worker keeps to one thread; more would only fight."""
+    """Under xdist each worker keeps to one thread; more would only fight. No test sees what its user has measured: the cache is a folder
+    of this run, which workers inherit by the variable."""
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
+    elif "OPS_MATH_CACHE" not in os.environ:
+        folder = os.environ["OPS_MATH_CACHE"] = tempfile.mkdtemp(prefix="ops-math-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

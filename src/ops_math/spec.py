@@ -102,8 +102,9 @@ class Implementation:
     The module offers `launch_fwd(problem, config, *tensors)` and `launch_bwd(problem, config, *tensors)`, and may offer
     `supports(problem, device, phase) -> str | None` (why not), `configs(problem, device, phase) -> tuple` (legal configurations,
     best guess first), `predict_us(problem, device, phase) -> float`, `PASSES` (memory traffic over the least possible),
-    `CALLS` (kernels or PyTorch functions started a call), `determinism(problem, config, phase) -> int` and
-    `KINDS` (device kinds it runs on).
+    `CALLS` (kernels or PyTorch functions started a call), `determinism(problem, config, phase) -> int`, `signature(problem, config, phase)`
+    (configurations of one signature give the same bits, so that at level 1 a measurement may exchange them) and `KINDS` (device kinds it
+    runs on).
     """
 
     def __init__(self, operator: str, name: str, module_name: str) -> None:
