@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks import rows
-from ops_math.cli.bench import calls, driver, live, rivals
+from ops_math.cli.bench import calls, driver, live, optimizer, rivals
 from ops_math.cli.bench.clock import clock_for
 
 
@@ -31,7 +31,12 @@ def plans(arguments: argparse.Namespace, device: torch.device) -> list[driver.Pl
     """The calls to measure."""
     names = rivals.asked(",".join([rivals.EACH, *(["compile"] if arguments.compile else []), arguments.vs]))
     found = []
-    for function in arguments.ops or calls.CALLS:
+    for function in arguments.ops or [*calls.CALLS, optimizer.NAME]:
+        if function == optimizer.NAME:
+            wanted = () if arguments.random else optimizer.SHAPES
+            found += [driver.Plan(function, shape, {}, "bf16", device, names) for shape in wanted]
+            found += [driver.Plan(function, shape, {}, "fp32", device, names) for shape in wanted]
+            continue
         entry = calls.CALLS[function]
         shapes = entry.shapes
         if arguments.random:
@@ -46,7 +51,7 @@ def plans(arguments: argparse.Namespace, device: torch.device) -> list[driver.Pl
 def main() -> None:
     """Measure and print one line a row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ops", nargs="*", choices=[[], *calls.CALLS], metavar="OP")
+    parser.add_argument("ops", nargs="*", choices=[[], *calls.CALLS, optimizer.NAME], metavar="OP")
     parser.add_argument("--compile", action="store_true", help="torch.compile of plain PyTorch, and of ours")
     parser.add_argument("--vs", default="", help="liger, quack, fa4")
     parser.add_argument("--random", type=int, default=0, help="this many random shapes instead of the standard ones")
@@ -61,7 +66,8 @@ def main() -> None:
     clock = clock_for(device)
     worst: tuple[float, str] = (float("inf"), "nothing of ours was measured")
     for plan in plans(arguments, device):
-        outcome = driver.measure(plan, clock, arguments.seconds, 1)
+        measure = optimizer.measure if plan.function == optimizer.NAME else driver.measure
+        outcome = measure(plan, clock, arguments.seconds, 1)
         found = driver.rows_of(outcome)
         for row in found:
             print(describe(row), flush=True)

@@ -89,7 +89,7 @@ def test_a_step_can_be_saved_and_held_and_a_slower_one_fails(monkeypatch, tmp_pa
         monkeypatch.setattr(command.steps, "measure", made_up(slow))
         result = CliRunner().invoke(application, [*options, option, "main"])
         assert result.exit_code == code, result.output
-        assert "not measured: liger: no whole step of it is measured here" in result.output
+        assert "not measured in step: liger: no whole step of it is measured here" in result.output
     assert "SLOWER: llama-tiny step ops: time over that of torch" in result.output
     assert "llama-tiny 4 x 256: torch takes 0.91 of our time" in result.output
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from ops_math import checks
-from ops_math.cli.bench import baseline, calls, driver, live, rivals, show, steps
+from ops_math.cli.bench import baseline, calls, driver, live, optimizer, rivals, show, steps
 from ops_math.cli.bench.clock import clock_for
 from ops_math.spec import DTYPE_OF
 
@@ -23,7 +23,7 @@ STEP_OF = {"torch": steps.PLAIN, "compile": "compile"}
 
 
 class Found(NamedTuple):
-    """What a run found: rows, what a baseline keeps of them, who is missing and why, who dropped out and why."""
+    """What a run found: rows, what a baseline keeps of them, who is missing and why (and where), who dropped out and why."""
 
     rows: list[dict[str, Any]]
     kept: dict[str, Any]
@@ -51,10 +51,15 @@ class Asked(NamedTuple):
 
 def plans(asked: Asked) -> list[driver.Plan]:
     """The calls to measure."""
-    functions = list(calls.CALLS) if asked.function == ALL else [asked.function]
+    functions = list(calls.CALLS) if asked.function == ALL else [name for name in (asked.function,) if name in calls.CALLS]
     if asked.function == ALL and asked.random:
         functions = [name for name in functions if calls.CALLS[name].takes_rows]
     found = []
+    if asked.function in (ALL, optimizer.NAME) and not asked.random:
+        shapes = asked.shapes or (optimizer.SMALL if asked.device.type == "cpu" else optimizer.SHAPES)
+        found = [driver.Plan(optimizer.NAME, shape, {}, asked.dtype, asked.device, asked.names) for shape in shapes]
+        for shape in shapes:
+            optimizer.sizes_of(shape)
     for function in functions:
         entry = calls.CALLS[function]
         if asked.random:
@@ -82,7 +87,8 @@ def measure_operators(asked: Asked, facts: dict[str, Any], console: Console) -> 
             def progress(words: str, plan: driver.Plan = plan, number: int = number) -> None:
                 status.update(f"{number + 1}/{len(posed)} {plan.label}: {words}")
 
-            outcome = driver.measure(plan, clock, asked.seconds, asked.sessions, progress)
+            measure = optimizer.measure if plan.function == optimizer.NAME else driver.measure
+            outcome = measure(plan, clock, asked.seconds, asked.sessions, progress)
             found.rows.extend(driver.rows_of(outcome))
             found.kept.update(driver.kept(outcome, facts))
             for rival, why in outcome.missing.items():
@@ -91,14 +97,14 @@ def measure_operators(asked: Asked, facts: dict[str, Any], console: Console) -> 
             found.failed.update({f"{name} in {plan.label}": why for name, why in outcome.failed.items()})
             own = [name for name in {**outcome.failed, **outcome.wrong} if name in (rivals.OURS, rivals.COMPILED, driver.CLOCK)]
             found = found._replace(ours_failed=found.ours_failed or bool(own))
-    missing = {known: "in " + ", ".join(dict.fromkeys(where.split(", "))) for known, where in found.missing.items()}
+    missing = {known: ", ".join(dict.fromkeys(where.split(", "))) for known, where in found.missing.items()}
     return found._replace(missing=missing)
 
 
 def measure_step(asked: Asked, facts: dict[str, Any], console: Console) -> Found:
     """Measure whole steps of a model."""
     variants = [STEP_OF[name] for name in asked.names if name in STEP_OF] + [steps.OURS, steps.PACKED]
-    missing = {name: "no whole step of it is measured here" for name in asked.names if name not in STEP_OF}
+    missing = {f"{name}: no whole step of it is measured here": STEP for name in asked.names if name not in STEP_OF}
     with console.status("") as status:
         found = steps.measure(asked.model, variants, asked.device.type, sessions=asked.sessions, tell=status.update)
     call, kept = f"{asked.model} step", {}
@@ -113,7 +119,10 @@ def check_options(
     sessions: int | None, held: bool, random: int, keywords: list[str], seed: int, compiled: bool | None, model: str | None,
 ) -> Asked:  # fmt: skip
     """The options as they are meant, or an error in words."""
-    checks.one_of("bench", "OP", function, (*calls.CALLS, ALL, STEP))
+    checks.one_of("bench", "OP", function, (*calls.CALLS, optimizer.NAME, ALL, STEP))
+    if function == optimizer.NAME and (random or keywords):
+        given = "--random" if random else "--with"
+        checks.fail("bench", given, "left out for adamw", "it", "Its sizes are " + optimizer.SIZES + "; it takes no keywords here.")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     checks.one_of("bench", "--device", place.type, ("cpu", "cuda"))
     if place.type == "cuda" and not torch.cuda.is_available():

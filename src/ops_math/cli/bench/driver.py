@@ -158,6 +158,11 @@ def ceiling(plan: Plan, work: Work) -> tuple[str, Callable[[], Any]]:
     return COPY, functools.partial(torch.empty_like(source).copy_, source)
 
 
+def repeated(call: Callable[[], Any]) -> Timed:
+    """A call that needs no preparation."""
+    return Timed(lambda _: call())
+
+
 def oracle(plan: Plan, call: Call, plain: Subject) -> tuple[list[torch.Tensor], Oracle]:
     """The gradients that are fed back, and what numbers are held to: plain PyTorch in float64, or in its own dtype for want of memory."""
     fed, yardstick = ready(plain, plan, call).once()
@@ -262,7 +267,7 @@ def _session(
     if plan.device.type != "cpu":  # there only ratios to plain PyTorch are worth something
         name, bound = ceiling(plan, work)
         bound()
-        timed[name] = Timed(lambda _: bound())
+        timed[name] = repeated(bound)
     return Measured(phase, race(timed, clock, seconds), work)
 
 

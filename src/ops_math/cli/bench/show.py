@@ -113,20 +113,22 @@ def worst_words(rows: Iterable[Row]) -> str:
 def table(rows: list[Row]) -> Table:
     """Every row; on a CPU ratios alone, since its times are worth nothing outside their run."""
     on_gpu = any("kernel_us" in row or "step_ms" in row for row in rows)
-    shown = Table("call", "", *(("time", "rate", "share", "host") if on_gpu else ()), "× torch", "±", "first call", "runs")
-    last = ""
+    shown = Table()
+    shown.add_column("call", no_wrap=True)
+    for heading in (*(("time", "rate", "share", "host") if on_gpu else ()), "× torch", "±", "first call", "runs"):
+        shown.add_column(heading)
     for place, group in groups(rows).items():
+        shown.add_row(place)
         for row in group:
             times = _times(row) if on_gpu else ()
             over, noise, first = ratio(row), row.get("noise"), row.get("first_call_s")
             style = "bold" if row["variant"] in OWN else None
             notes = [row.get("implementation") or "", "WRONG NUMBERS" if row.get("wrong") else ""]
             shown.add_row(
-                place if place != last else "", name(row), *times,
+                f"  {name(row)}", *times,
                 "" if over is None else f"{over:.2f}", "" if noise is None else f"{noise:.0%}", "" if first is None else f"{first:.1f} s",
                 " ".join(note for note in notes if note), style=style,
             )  # fmt: skip
-            last = place
     return shown
 
 
@@ -147,8 +149,8 @@ def tell(console: Console, rows: list[Row], missing: dict[str, str], failed: dic
 
     say("; ".join(f"{key}: {value}" for key, value in live.items()))
     console.print(table(rows))
-    for rival, why in missing.items():
-        say(f"not measured: {rival}: {why}")
+    for rival, where_missing in missing.items():
+        say(f"not measured in {where_missing}: {rival}")
     for subject, why in failed.items():
         say(f"dropped out: {subject}: {why}", "red")
     for row in rows:
