@@ -54,10 +54,11 @@ def supports(p: AdamWProblem, device: Device, phase: str = "step") -> str | None
 
 
 def configs(p: AdamWProblem, device: Device, phase: str = "step") -> tuple[Config, ...]:
-    """Eight elements a thread, and as many tiles a program as leave 16 programs a core: the look-ups then cost one chunk in `tiles`."""
+    """Eight elements a thread (16 bytes of bf16); up to 8 tiles a program, all served by one look-up, while 16 programs a core are left."""
     found = []
-    for block, num_warps in ((1024, 4), (2048, 8), (512, 4), (512, 2)):
-        tiles = 8
+    lanes = 64 if device.kind == "hip" else 32
+    for num_warps, per_thread in ((4, 8), (8, 8), (2, 8), (4, 4)):
+        block, tiles = per_thread * lanes * num_warps, 8
         while tiles > 1 and p.num_elements < 16 * device.num_cores * block * tiles:
             tiles //= 2
         found.append(Config(block, tiles, num_warps))
