@@ -63,11 +63,11 @@ def adamw(
         return
     tables = tables if tables is not None else AdamWTables()
     plan = tables.plan(groups, scaling)
-    laid = [_gradients(table, groups) for table in plan.tables]
+    laid = [table.gradients_of(groups) for table in plan.tables]
     found = [table.addresses_of(grads) for table, grads in zip(plan.tables, laid, strict=True)]
     if any(addresses is None for addresses in found):  # a gradient left the grid of 16 bytes: another kernel reads it
         plan = tables.plan(groups, scaling, anew=True)
-        laid = [_gradients(table, groups) for table in plan.tables]
+        laid = [table.gradients_of(groups) for table in plan.tables]
         found = [table.addresses_of(grads) for table, grads in zip(plan.tables, laid, strict=True)]
     for table, addresses in zip(plan.tables, found, strict=True):
         _run(table, addresses, groups, scaling.on(table.device))
@@ -90,11 +90,6 @@ def _numbered(groups: Sequence[AdamWGroup]) -> list[AdamWGroup]:
     return found
 
 
-def _gradients(table: Table, groups: Sequence[AdamWGroup]) -> list[torch.Tensor]:
-    """The gradients of a table's tensors, in its order and in their parameters' layouts."""
-    return laid_like([groups[g].grads[i] for g, i in table.pairs], [groups[g].params[i] for g, i in table.pairs])
-
-
 def _run(table: Table, addresses: list[int], groups: Sequence[AdamWGroup], scaling: Scaling) -> None:
     """The two kernels of a device."""
     if table.device.type == "cuda":
@@ -102,7 +97,7 @@ def _run(table: Table, addresses: list[int], groups: Sequence[AdamWGroup], scali
             _launch(table, addresses, groups, scaling)
     else:
         _launch(table, addresses, groups, scaling)
-    torch.autograd.graph.increment_version([groups[g].params[i] for g, i in table.pairs])
+    torch.autograd.graph.increment_version(table.tensors("params", groups))
 
 
 def _launch(table: Table, addresses: list[int], groups: Sequence[AdamWGroup], scaling: Scaling) -> None:

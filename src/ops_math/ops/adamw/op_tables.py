@@ -56,6 +56,8 @@ class Table:
         self.device, self.parts = device, parts
         self.launchers = parts[0].implementation.module
         self.pairs = [pair for part in parts for pair in part.pairs()]
+        self.in_order = self.pairs == [(g, i) for g, group in enumerate(groups) for i in range(len(group.params))]
+        self.contiguous = all(tensor.is_contiguous() for tensor in self.tensors("params", groups))
         self.aligned = [part.problem.aligned for part in parts for _ in part.pairs()]
         rows = [_row(groups[g], g, i, number) for number, (g, i) in enumerate(self.pairs)]
         self.addresses = torch.tensor(rows, dtype=torch.int64).to(device)
@@ -77,6 +79,19 @@ class Table:
             sizes = [groups[g].params[i].numel() for g, i in part.pairs()]
             self.chunks.append(_chunks(sizes, first, part.config.chunk).to(device))
             first += len(sizes)
+
+    def tensors(self, name: str, groups: Sequence[Group]) -> list[torch.Tensor]:
+        """The `params` or `grads` of the table's tensors, in its order."""
+        if self.in_order:
+            return list(chain.from_iterable(getattr(group, name) for group in groups))
+        return [getattr(groups[g], name)[i] for g, i in self.pairs]
+
+    def gradients_of(self, groups: Sequence[Group]) -> list[torch.Tensor]:
+        """The gradients in the table's order and in their parameters' layouts."""
+        grads = self.tensors("grads", groups)
+        if self.contiguous and all(map(torch.Tensor.is_contiguous, grads)):
+            return grads
+        return laid_like(grads, self.tensors("params", groups))
 
     def addresses_of(self, grads: Sequence[torch.Tensor]) -> list[int] | None:
         """Where the gradients are, or None where one has left the grid that vector accesses need."""
@@ -268,8 +283,6 @@ def _part(device: torch.device, problem: AdamWProblem, pairs: list[tuple[int, in
 
 def laid_like(grads: list[torch.Tensor], params: list[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients in their parameters' layouts: themselves, or copies, counted by `om.stats()`."""
-    if all(map(torch.Tensor.is_contiguous, chain(grads, params))):
-        return grads
     found = []
     for g, p in zip(grads, params, strict=True):
         alike = g.is_contiguous() if p.is_contiguous() else g.stride() == p.stride()
