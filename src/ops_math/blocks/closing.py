@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from ops_math.blocks import mlp_products, norms, products
 from ops_math.blocks.products import Affine
 from ops_math.dispatch import apply, needs_grad, store_dtype
+from ops_math.ops.dropout.op import draws
 from ops_math.ops.layer_norm import op as layer_norm
 from ops_math.ops.rms_norm.op import OP as RMS_NORM
 from ops_math.rng import Rng, state_for
@@ -60,8 +61,9 @@ class _Rule(NamedTuple):
 
 
 def can_close(ending: Ending, width: int) -> bool:
-    """Whether a branch whose last product is `width` wide can end so: only the layer norm's kernel drops elements."""
-    return width == ending.residual.shape[-1] and (ending.norm.kind == "layer_norm" or not ending.dropout_p)
+    """Whether a branch whose last product is `width` wide can end so: only the layer norm's kernel drops elements, and only by key."""
+    keyed = ending.norm.kind == "layer_norm" and (ending.rng is not None or not draws(ending.residual))
+    return width == ending.residual.shape[-1] and (keyed or not ending.dropout_p)
 
 
 def _rule(ending: Ending, a: Tensor) -> _Rule:

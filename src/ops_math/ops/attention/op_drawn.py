@@ -55,15 +55,17 @@ def _can(problem: AttentionProblem, device: Device) -> int:
 
 
 def can_draw(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, dropout_p: float) -> bool:
-    """Whether PyTorch may draw the mask of this call: on GPUs with a fused kernel for it, when nothing else is asked for, at determinism
-    level 0, and not while tracing, where a recomputation could draw another one."""
+    """Whether PyTorch may draw the mask of this call, when nothing else is asked for: on a CPU, where a keyed mask costs more than the rest
+    of the call; on GPUs with a fused kernel for it, at determinism level 0. Not while tracing, where a recomputation could draw another."""
     return can_draw_form(_form(q, k), q.device, causal, scale, dropout_p, k.shape[1])
 
 
 def can_draw_form(form: Form, device: torch.device, causal: bool, scale: float, dropout_p: float, k_length: int | None = None) -> bool:
     """`can_draw` before the tensors are there."""
-    if device.type != "cuda" or torch.compiler.is_compiling() or dict(settings.policy().forced).get("attention", "vendor") != "vendor":
+    if torch.compiler.is_compiling() or dict(settings.policy().forced).get("attention", "vendor") != "vendor":
         return False
+    if device.type != "cuda":
+        return device.type == "cpu" and not settings.triton_interpret()
     problem = _problem(form, form.length if k_length is None else k_length, causal, scale, dropout_p)
     return not settings.determinism_level() and _can(problem, backends.device_of(device)) >= 0
 
@@ -85,5 +87,5 @@ def attend_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
     problem = _problem(Form(batch, length, heads, k.shape[1], width, q.dtype), k.shape[2], causal, scale, dropout_p)
     counter = counter_for("attention", "fwd", "vendor:sdpa", REASON)
     counter.calls += 1
-    counter.bytes += _can(problem, backends.device_of(q.device))
+    counter.bytes += cost(problem, "fwd").bytes if q.device.type == "cpu" else _can(problem, backends.device_of(q.device))
     return F.scaled_dot_product_attention(q, k, v, None, dropout_p, causal, scale=scale, enable_gqa=heads != k.shape[1])

@@ -16,11 +16,20 @@ def inputs(width=64, seq=64):
     return [torch.randn(2, seq, 4, width, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
 
 
-def test_a_call_on_the_cpu_or_with_a_key_is_never_left_to_the_generator():
+def test_a_call_with_a_key_is_never_left_to_the_generator():
     q = torch.randn(1, 8, 2, 16, dtype=torch.bfloat16)
-    assert not op_drawn.can_draw(q, q, False, 0.25, 0.1)
     rng = om.Rng(3)
     assert torch.equal(om.attention(q, q, q, dropout_p=0.5, rng=rng), om.attention(q, q, q, dropout_p=0.5, rng=rng))
+
+
+def test_on_the_cpu_pytorch_draws_where_no_key_is_given():
+    q = torch.randn(1, 8, 2, 16)
+    assert op_drawn.can_draw(q, q, False, 0.25, 0.1)
+    torch.manual_seed(3)
+    ours = om.attention(q, q, q, dropout_p=0.3)
+    torch.manual_seed(3)
+    plain = torch.nn.functional.scaled_dot_product_attention(*(q.transpose(1, 2),) * 3, dropout_p=0.3).transpose(1, 2)
+    assert torch.equal(ours, plain)
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
@@ -14,6 +15,7 @@ from ops_math.ops.dropout.problem import DropoutProblem
 from ops_math.rng import Rng, state_for
 from ops_math.spec import dtype_name as name_of
 from ops_math.spec import product
+from ops_math.stats import counter as counter_for
 
 
 def _problem(x: torch.Tensor, state: torch.Tensor, p: float) -> DropoutProblem:
@@ -24,6 +26,7 @@ def _fake(x: torch.Tensor, state: torch.Tensor, p: float) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
+REASON = "PyTorch draws the mask: no rng was given"
 OP = define(
     "dropout",
     __package__,
@@ -53,6 +56,21 @@ class _Dropout(torch.autograd.Function):
         return OP.bwd(dy, state, ctx.p), None, None
 
 
+def draws(x: torch.Tensor) -> bool:
+    """Whether PyTorch draws the mask of a call without an Rng: on a CPU, where a keyed mask costs twice what PyTorch's own does. Not while
+    tracing, where a recomputation could draw another one, nor where an implementation is forced."""
+    forced = any(name == "dropout" for name, _ in settings.policy().forced)
+    return x.device.type == "cpu" and not (forced or torch.compiler.is_compiling() or settings.triton_interpret())
+
+
+def drawn(x: torch.Tensor, p: float) -> torch.Tensor:
+    """Dropout by PyTorch, its autograd included."""
+    counter = counter_for("dropout", "fwd", "plain", REASON)
+    counter.calls += 1
+    counter.bytes += 2 * x.numel() * x.element_size()
+    return F.dropout(x, p).contiguous()
+
+
 def dropout(x: torch.Tensor, p: float, *, rng: Rng | None = None) -> torch.Tensor:
     """Dropout: each element becomes zero with probability p, and the others grow so that the mean stays.
 
@@ -64,7 +82,8 @@ def dropout(x: torch.Tensor, p: float, *, rng: Rng | None = None) -> torch.Tenso
     Args:
         x: [..., N], fp32, bf16, fp16 or fp64, any strides.
         p: chance of dropping, in [0, 1). With 0 the result is `x` itself, as from `torch.nn.functional.dropout`.
-        rng: where the mask comes from; the same Rng gives the same mask. None draws a key from PyTorch's generator.
+        rng: where the mask comes from; the same Rng gives the same mask. None draws from PyTorch's generator: a key, or on a CPU, where
+            drawing by key twice is slower, the mask itself, which is then stored.
 
     Returns:
         [..., N], contiguous, of the dtype of `x`, under autocast too.
@@ -81,6 +100,8 @@ def dropout(x: torch.Tensor, p: float, *, rng: Rng | None = None) -> torch.Tenso
         return plain.dropout(x, p, rng=rng)
     if p == 0.0:
         return x
+    if rng is None and draws(x):
+        return drawn(x, p)
     state = state_for("dropout", rng, x.device)
     if needs_grad(x):
         return apply(_Dropout, x, state, p)

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
 from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
+from ops_math.ops.dropout.op import drawn, draws
 from ops_math.ops.layer_norm import plain
 from ops_math.ops.layer_norm.problem import LayerNormProblem
 from ops_math.rng import Rng, state_for
@@ -223,7 +224,7 @@ def add_layer_norm(
         bias: [N] or None.
         eps: added to the variance.
         dropout_p: chance of dropping an element of x + x_bias, in [0, 1); the mask is that of `dropout`, and is not stored.
-        rng: where the mask comes from; None draws a key from PyTorch's generator. Not looked at when `dropout_p` is 0.
+        rng: where the mask comes from; None draws from PyTorch's generator, as in `dropout`. Not looked at when `dropout_p` is 0.
         x_bias: [N] or None, the bias of the linear layer whose product `x` is; added in fp32, unrounded.
         out_dtype: the dtype in which y is stored; by default that of `x` (under autocast: autocast's). A post-norm model, whose y is its
             residual stream, passes `residual.dtype`.
@@ -248,6 +249,8 @@ def add_layer_norm(
     if not settings.active():
         options: dict[str, Any] = {"x_bias": x_bias, "out_dtype": out_dtype, "narrow_dtype": narrow_dtype}
         return plain.add_layer_norm(x, residual, weight, bias, eps=eps, dropout_p=dropout_p, rng=rng, **options)
+    if dropout_p and rng is None and x_bias is None and draws(x):
+        x, dropout_p = drawn(x, dropout_p), 0.0
     state = state_for("add_layer_norm", rng, x.device) if dropout_p else None
     out = out_dtype or store_dtype(x)
     if needs_grad(x, residual, weight, bias, x_bias):
