@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ops_math.cli.bench.clock import turns
 from ops_math.cli.bench.spread import spread
+from ops_math.graphs import graphed_step
 from ops_math.schedule.ceilings import synchronize
 from ops_math.schedule.trial import in_words
 from ops_nn.models import PRESETS, build
@@ -38,8 +39,9 @@ SETUPS = {
     "llama-150m": Setup(8, 1024, torch.bfloat16, False),
     "llama-tiny": Setup(4, 256, torch.float32, False),
 }
-PLAIN, OURS, PACKED = "plain", "ops", "packed"  # packed: ours, with weights that share an input laid together
-VARIANTS = (PLAIN, "compile", OURS, PACKED)
+# packed: ours, with weights that share an input laid together; graphed: ours, with the whole step replayed as one CUDA graph
+PLAIN, OURS, PACKED, GRAPHED = "plain", "ops", "packed", "graphed"
+VARIANTS = (PLAIN, "compile", OURS, PACKED, GRAPHED)
 WARM, MEASURED = 4, 12
 FEW = 2  # warm steps on a CPU
 
@@ -52,7 +54,7 @@ class Runner:
     ) -> None:
         self.variant, self.device, self.autocast = variant, device, autocast
         self.model = build(name, seed=seed, device=device, dtype=dtype).train()
-        if variant in (OURS, PACKED):
+        if variant in (OURS, PACKED, GRAPHED):
             from ops_nn.adopt import adopt  # plain runs must not need it
 
             self.adopted = adopt(self.model, pack=variant == PACKED)
@@ -61,6 +63,7 @@ class Runner:
         generator = torch.Generator(device=device).manual_seed(seed)
         self.ids = torch.randint(0, PRESETS[name].config.vocab_size, (batch, seq), device=device, generator=generator)
         self.labels = self.ids if PRESETS[name].masked else torch.cat([self.ids[:, 1:], self.ids.new_full((batch, 1), -100)], 1)
+        self.graphed = graphed_step(self.train, optimizer=self.optimizer) if variant == GRAPHED else None
 
     def loss(self) -> torch.Tensor:
         """The loss of one forward."""
@@ -68,6 +71,10 @@ class Runner:
             return self.call(self.ids, labels=self.labels).loss
 
     def step(self) -> torch.Tensor:
+        """Forward, backward, optimizer, as the variant does it."""
+        return self.train() if self.graphed is None else self.graphed()
+
+    def train(self) -> torch.Tensor:
         """Forward, backward, optimizer."""
         loss = self.loss()
         loss.backward()
