@@ -47,7 +47,7 @@ FAULTS = {
     "a direction forgotten": (" * tl.load(hyper_ptr + SIGN))", ")"),
     "another group's learning rate": ("lr = tl.load(hyper_ptr + LR)", "lr = tl.load(hyper_ptr + LR) * 1.0001"),
     "the last tile left out": ("if rest > 0:", "if rest > BLOCK:"),
-    "the last tile not masked": ("tl.arange(0, BLOCK) < left if MASKED", "tl.arange(0, BLOCK) < left + 1 if MASKED"),
+    "the last tile not masked": ("places < left if MASKED", "places < left + 1 if MASKED"),
     "the first tile again and again": ("first += BLOCK", "first += 0"),
     "every chunk the first": (".to(tl.int64) * (BLOCK * TILES)", ".to(tl.int64) * 0"),
     "an infinity that stops nothing": ("tl.where(changes, count, 0.0)", "tl.where(changes, count, count)"),
@@ -56,8 +56,8 @@ FAULTS = {
     "words that do not know the step": ("zero + count.to(tl.uint32)", "zero + 1"),
     "words that do not know the tensor": ("groups, zero + row,", "groups, zero,"),
     "a master copy no wider than its parameter": (
-        "tl.store(w_ptr + places, p, mask=mask)",
-        "tl.store(w_ptr + places, p.to(tl.bfloat16).to(tl.float32), mask=mask)",
+        "tl.store(w_ptr + first + places, p, mask=mask)",
+        "tl.store(w_ptr + first + places, p.to(tl.bfloat16).to(tl.float32), mask=mask)",
     ),
 }
 

@@ -57,7 +57,7 @@ def configs(p: AdamWProblem, device: Device, phase: str = "step") -> tuple[Confi
     """Eight elements a thread (16 bytes of bf16); up to 8 tiles a program, all served by one look-up, while 16 programs a core are left."""
     found = []
     lanes = 64 if device.kind == "hip" else 32
-    for num_warps, per_thread in ((4, 8), (8, 8), (2, 8), (4, 4)):
+    for num_warps, per_thread in ((4, 8), (2, 8), (4, 4), (8, 4)):
         block, tiles = per_thread * lanes * num_warps, 8
         while tiles > 1 and p.num_elements < 16 * device.num_cores * block * tiles:
             tiles //= 2
@@ -128,16 +128,16 @@ def _update_tile(
     MASTER_COPY: tl.constexpr, STOCHASTIC: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of one tensor: elements from `first`, of which `left` are there where MASKED. Pointers are those of the tensor's start."""
-    places = first + tl.arange(0, BLOCK)
-    mask = tl.arange(0, BLOCK) < left if MASKED else None
+    places = tl.arange(0, BLOCK)
+    mask = places < left if MASKED else None
 
-    g = tl.load(g_ptr + places, mask=mask).to(tl.float32)
-    m = tl.load(m_ptr + places, mask=mask).to(tl.float32)
-    v = tl.load(v_ptr + places, mask=mask).to(tl.float32)
+    g = tl.load(g_ptr + first + places, mask=mask).to(tl.float32)
+    m = tl.load(m_ptr + first + places, mask=mask).to(tl.float32)
+    v = tl.load(v_ptr + first + places, mask=mask).to(tl.float32)
     if MASTER_COPY:
-        p = tl.load(w_ptr + places, mask=mask)
+        p = tl.load(w_ptr + first + places, mask=mask)
     else:
-        p = tl.load(p_ptr + places, mask=mask).to(tl.float32)
+        p = tl.load(p_ptr + first + places, mask=mask).to(tl.float32)
 
     g = g * factor
     m += rate1 * (g - m)  # a gain of exactly 1, which beta and 1 - beta, each rounded, do not have
@@ -151,11 +151,11 @@ def _update_tile(
         new_p = _stochastic_tile(p, words, 0)
         if v_ptr.dtype.element_ty == tl.bfloat16:
             new_v = _stochastic_tile(v, words, 16)
-    tl.store(p_ptr + places, new_p, mask=mask)
-    tl.store(m_ptr + places, m.to(m_ptr.dtype.element_ty), mask=mask)
-    tl.store(v_ptr + places, new_v, mask=mask)
+    tl.store(p_ptr + first + places, new_p, mask=mask)
+    tl.store(m_ptr + first + places, m.to(m_ptr.dtype.element_ty), mask=mask)
+    tl.store(v_ptr + first + places, new_v, mask=mask)
     if MASTER_COPY:
-        tl.store(w_ptr + places, p, mask=mask)
+        tl.store(w_ptr + first + places, p, mask=mask)
 
 
 @triton.jit
