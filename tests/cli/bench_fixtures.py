@@ -9,6 +9,8 @@ from ops_math.cli.bench.clock import Sample
 class MadeUpClock:
     """Times [us] by subject; nothing is run. A session begins with an order in which each is named once."""
 
+    fixed_s = 0.0
+
     def __init__(self, seed: int, base: dict[str, float] | None = None, visits: float = 0.1, sessions: float = 0.02) -> None:
         self.source = random.Random(seed)
         self.base, self.visits, self.sessions = base or {}, visits, sessions

@@ -1,6 +1,7 @@
 """Turns, kernel time by visit, and the GPU's clock on a profiler that is made up."""
 
 import re
+import statistics
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ def test_turns_are_a_b_c_c_b_a():
 class Constant:
     """A millisecond each."""
 
+    fixed_s = 0.0
+
     def __init__(self):
         self.orders = []
 
@@ -26,11 +29,21 @@ class Constant:
 
 
 @pytest.mark.parametrize(("seconds", "visits"), [(0.0, clock.FEWEST), (0.03001, 10), (1e9, clock.MOST)])
-def test_a_race_takes_as_many_visits_as_the_time_allows_and_never_fewer_than_seven(seconds, visits):
+def test_a_race_takes_as_many_visits_as_the_time_allows_and_never_fewer_than_seven(seconds, visits, monkeypatch):
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: 0.0)
     constant = Constant()
     found = clock.race({name: Timed(lambda _: None) for name in "ABC"}, constant, seconds)
     assert {len(samples) for samples in found.values()} == {visits}
     assert constant.orders[1][:6] == list("ABCCBA")
+
+
+def test_what_a_profile_costs_takes_no_visits_away(monkeypatch):
+    slow = Constant()
+    slow.fixed_s = 0.05
+    seconds = iter([0.0, 0.053])
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(seconds))
+    found = clock.race({name: Timed(lambda _: None) for name in "ABC"}, slow, 0.12)
+    assert 39 <= len(found["A"]) <= 40
 
 
 def test_the_cpu_clock_prepares_every_visit_anew_and_does_not_time_it():
@@ -41,9 +54,9 @@ def test_the_cpu_clock_prepares_every_visit_anew_and_does_not_time_it():
         return len(made)
 
     seen = []
-    samples = clock.CpuClock(torch.device("cpu")).take({"A": Timed(seen.append, prepare)}, ["A", "A"])
-    assert seen == [1, 2]
-    assert all(sample.us < 500 for sample in samples), "an append takes a microsecond, the exponentials a thousand"
+    samples = clock.CpuClock(torch.device("cpu")).take({"A": Timed(seen.append, prepare)}, ["A"] * 9)
+    assert seen == list(range(1, 10))
+    assert statistics.median(sample.us for sample in samples) < 500, "an append takes a microsecond, the exponentials a thousand"
 
 
 def event(start, end, name="k"):
