@@ -97,11 +97,11 @@ def optimizers(params: list[Parameter], kind: str, device: str) -> dict[str, tor
     return found
 
 
-def device_us(call: Callable[[], Any], repeats: int = 10) -> float:
+def device_us(call: Callable[[], Any], device: str, repeats: int = 10) -> float:
     """Time of one call [us]: kernels alone on a GPU, the wall's median on a CPU."""
     for _ in range(3):
         call()
-    if not torch.cuda.is_available():
+    if device != "cuda":
         times = []
         for _ in range(repeats):
             start = time.perf_counter()
@@ -116,12 +116,12 @@ def device_us(call: Callable[[], Any], repeats: int = 10) -> float:
     return sum(e.device_time for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA) / repeats
 
 
-def host_us(call: Callable[[], Any], before: Callable[[], Any], repeats: int = 15) -> float:
+def host_us(call: Callable[[], Any], device: str, before: Callable[[], Any], repeats: int = 15) -> float:
     """Median time [us] that the host spends in one call, with the device idle at its start; `before` is not counted."""
     times = []
     for _ in range(repeats):
         before()
-        if torch.cuda.is_available():
+        if device == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
         call()
@@ -133,7 +133,7 @@ def copy_us(size: int, device: str) -> float:
     """Time of a `copy_` that reads and writes `size` bytes in all [us]."""
     source = torch.randn(max(size // 8, 1), device=device)
     target = torch.empty_like(source)
-    return device_us(lambda: target.copy_(source))
+    return device_us(lambda: target.copy_(source), device)
 
 
 def move_gradients(params: list[Parameter]) -> list[Any]:
@@ -147,9 +147,10 @@ def move_gradients(params: list[Parameter]) -> list[Any]:
 def measure(model: str, kind: str, name: str, optimizer: torch.optim.Optimizer, params: list[Parameter], copied: float) -> dict[str, Any]:
     """One row."""
     size = num_bytes(params, kind)
-    us = device_us(optimizer.step)
-    host = host_us(optimizer.step, lambda: None)
-    moving = host_us(optimizer.step, lambda: move_gradients(params))
+    device = params[0].device.type
+    us = device_us(optimizer.step, device)
+    host = host_us(optimizer.step, device, lambda: None)
+    moving = host_us(optimizer.step, device, lambda: move_gradients(params))
     row = {
         "benchmark": "optimizer", "op": "adamw", "model": model, "kind": kind, "variant": name, "tensors": len(params),
         "elements": sum(p.numel() for p in params), "bytes": size, "kernel_us": us, "host_us": host, "host_moving_us": moving,
@@ -168,7 +169,7 @@ def sweep(model: str, kind: str, params: list[Parameter], device: str, copied: f
     target = op_tables.IMPLEMENTATIONS[0].module
     listed, found = target.configs, []
     problem = AdamWProblem(sum(p.numel() for p in params), len(params), "bf16", "bf16", "bf16")
-    every = dict.fromkeys(c._replace(tiles=t) for c in listed(problem, om_device(device)) for t in (1, 2, 4, 8, 16))
+    every = dict.fromkeys(c._replace(tiles=t) for c in listed(problem, facts_of(device)) for t in (1, 2, 4, 8, 16))
     for config in every:
         target.configs = lambda *_, only=config: (only,)
         found.append(measure(model, kind, f"ours {tuple(config)}", optimizers(params, kind, device)["ours"], params, copied))
@@ -176,7 +177,7 @@ def sweep(model: str, kind: str, params: list[Parameter], device: str, copied: f
     return found
 
 
-def om_device(device: str) -> Any:
+def facts_of(device: str) -> Any:
     """Facts about the device."""
     from ops_math import backends
 
