@@ -233,6 +233,15 @@ def test_a_gpu_row_has_kernel_time_host_time_rate_and_share_of_the_copy():
     assert (ours["ratio_to_torch"], torchs["share"], ours["implementation"]) == (0.5, 0.4, "triton_gpu")
 
 
+def test_a_call_that_meets_no_operator_of_ours_says_so_and_has_no_share():
+    outcome = gpu_outcome("dropout", 0, ops_math=2.0, torch=2.0, copy=1.0)
+    session = outcome.measured["fwd"][0]._replace(work=Work(0, 0, driver.PLAIN))
+    ours, _ = driver.rows_of(outcome._replace(measured={"fwd": [session]}))
+    assert (ours["implementation"], ours["kernel_us"]) == ("plain PyTorch", 2.0)
+    assert not {"gbs", "share", "tflops"} & set(ours)
+    assert show.table([ours]).row_count == 2
+
+
 def test_an_operator_of_products_is_held_to_a_product():
     done = 2 * driver.PRODUCT_WIDTH**3
     ours, _ = driver.rows_of(gpu_outcome("attention", done // 4, ops_math=500.0, torch=1000.0, product=1000.0))

@@ -26,6 +26,7 @@ from ops_math.testing.inputs import as_leaves
 
 COPY, PRODUCT = "copy_", "product"
 CLOCK = "the clock"
+PLAIN = "plain PyTorch"  # where a call of ours meets no operator of ours
 CEILINGS = (COPY, PRODUCT)
 PRODUCT_WIDTH = 8192
 LEAST_COPY = 1 << 12  # numbers
@@ -144,7 +145,7 @@ def work_of(plan: Plan, call: Call) -> dict[str, Work]:
         costs = [operator.cost(problem, name) for operator, name, problem in posed]
         names = dict.fromkeys(choice_name(operator.choice(problem, name, device)) for operator, name, problem in posed)
         products = sum(count for cost in costs for term, count in cost.flops if "product" in term)
-        found[phase] = Work(sum(cost.bytes for cost in costs), products, "+".join(names))
+        found[phase] = Work(sum(cost.bytes for cost in costs), products, "+".join(names) or PLAIN)
     return found
 
 
@@ -311,6 +312,8 @@ def _row(outcome: Outcome, sessions: list[Measured], name: str) -> dict[str, Any
     us = statistics.median(sample.us for one in sessions for sample in one.samples[name])
     over = statistics.median(ratio for one in sessions for ratio in ratios(one, name, bound))
     row |= {"kernel_us": us, "host_us": statistics.median(sample.host_us for one in sessions for sample in one.samples[name])}
+    if not (work.bytes or work.products):
+        return row  # least traffic is known of our operators only
     if bound == COPY:
         return row | {"gbs": work.bytes / us / 1e3, "bytes": work.bytes, "share": 1 / over}
     return row | {"tflops": work.products / us / 1e6, "share": work.products / (2 * PRODUCT_WIDTH**3) / over}

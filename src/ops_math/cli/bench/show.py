@@ -137,6 +137,8 @@ def _times(row: Row) -> tuple[str, str, str, str]:
         return f"{row['step_ms']:.1f} ms", f"{row['tokens_per_s']:,.0f} tokens/s", f"{row['peak_gib']:.1f} GiB", ""
     if "kernel_us" not in row:
         return "", "", "", ""
+    if "share" not in row:
+        return f"{row['kernel_us']:,.1f} us", "", "", f"{row['host_us']:.0f} us"
     rate = f"{row['gbs']:,.0f} GB/s" if "gbs" in row else f"{row['tflops']:,.0f} TFLOP/s"
     return f"{row['kernel_us']:,.1f} us", rate, f"{row['share']:.2f}", f"{row['host_us']:.0f} us"
 
