@@ -7,8 +7,10 @@ BigCrush). The word for element (row, head, col) is word `col % 4` of Philox at 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
-from ops_math import checks
+from ops_math import checks, settings
+from ops_math.stats import counter as counter_for
 
 ROUNDS = 7
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
@@ -71,6 +73,21 @@ def state_for(operator: str, rng: Rng | None, device: torch.device) -> torch.Ten
     if rng.state.device != device:
         checks.fail(operator, "rng", f"on {device}, as the input is", str(rng.state.device), f"Make it there: Rng(key, '{device}').")
     return rng.state
+
+
+def draws(x: torch.Tensor) -> bool:
+    """Whether PyTorch draws the mask of a call without an Rng: on a CPU, where a keyed mask costs twice what PyTorch's own does. Not while
+    tracing, where a recomputation could draw another one, nor where dropout's implementation is forced."""
+    forced = any(name == "dropout" for name, _ in settings.policy().forced)
+    return x.device.type == "cpu" and not (forced or torch.compiler.is_compiling() or settings.triton_interpret())
+
+
+def drawn(operator: str, x: torch.Tensor, p: float) -> torch.Tensor:
+    """Dropout by PyTorch, its autograd included, counted for the operator that asked."""
+    counter = counter_for(operator, "dropout", "plain", "PyTorch draws the mask: no rng was given")
+    counter.calls += 1
+    counter.bytes += 2 * x.numel() * x.element_size()
+    return F.dropout(x, p).contiguous()
 
 
 def threshold(p: float) -> int:

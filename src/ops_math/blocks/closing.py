@@ -17,10 +17,9 @@ from torch.autograd.function import once_differentiable
 from ops_math.blocks import mlp_products, norms, products
 from ops_math.blocks.products import Affine
 from ops_math.dispatch import apply, needs_grad, store_dtype
-from ops_math.ops.dropout.op import draws
 from ops_math.ops.layer_norm import op as layer_norm
 from ops_math.ops.rms_norm.op import OP as RMS_NORM
-from ops_math.rng import Rng, state_for
+from ops_math.rng import Rng, draws, state_for
 
 Tensor = torch.Tensor
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
 from ops_math.dispatch import apply, define, needs_grad
 from ops_math.ops.dropout import plain
 from ops_math.ops.dropout.problem import DropoutProblem
-from ops_math.rng import Rng, state_for
+from ops_math.rng import Rng, drawn, draws, state_for
 from ops_math.spec import dtype_name as name_of
 from ops_math.spec import product
-from ops_math.stats import counter as counter_for
 
 
 def _problem(x: torch.Tensor, state: torch.Tensor, p: float) -> DropoutProblem:
@@ -26,7 +24,6 @@ def _fake(x: torch.Tensor, state: torch.Tensor, p: float) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-REASON = "PyTorch draws the mask: no rng was given"
 OP = define(
     "dropout",
     __package__,
@@ -54,21 +51,6 @@ class _Dropout(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         (state,) = ctx.saved_tensors
         return OP.bwd(dy, state, ctx.p), None, None
-
-
-def draws(x: torch.Tensor) -> bool:
-    """Whether PyTorch draws the mask of a call without an Rng: on a CPU, where a keyed mask costs twice what PyTorch's own does. Not while
-    tracing, where a recomputation could draw another one, nor where an implementation is forced."""
-    forced = any(name == "dropout" for name, _ in settings.policy().forced)
-    return x.device.type == "cpu" and not (forced or torch.compiler.is_compiling() or settings.triton_interpret())
-
-
-def drawn(x: torch.Tensor, p: float) -> torch.Tensor:
-    """Dropout by PyTorch, its autograd included."""
-    counter = counter_for("dropout", "fwd", "plain", REASON)
-    counter.calls += 1
-    counter.bytes += 2 * x.numel() * x.element_size()
-    return F.dropout(x, p).contiguous()
 
 
 def dropout(x: torch.Tensor, p: float, *, rng: Rng | None = None) -> torch.Tensor:
@@ -101,7 +83,7 @@ def dropout(x: torch.Tensor, p: float, *, rng: Rng | None = None) -> torch.Tenso
     if p == 0.0:
         return x
     if rng is None and draws(x):
-        return drawn(x, p)
+        return drawn("dropout", x, p)
     state = state_for("dropout", rng, x.device)
     if needs_grad(x):
         return apply(_Dropout, x, state, p)

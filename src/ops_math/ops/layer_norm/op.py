@@ -10,10 +10,9 @@ from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
 from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
-from ops_math.ops.dropout.op import drawn, draws
 from ops_math.ops.layer_norm import plain
 from ops_math.ops.layer_norm.problem import LayerNormProblem
-from ops_math.rng import Rng, state_for
+from ops_math.rng import Rng, drawn, draws, state_for
 from ops_math.spec import compute_dtype, product
 from ops_math.spec import dtype_name as name_of
 
@@ -250,7 +249,7 @@ def add_layer_norm(
         options: dict[str, Any] = {"x_bias": x_bias, "out_dtype": out_dtype, "narrow_dtype": narrow_dtype}
         return plain.add_layer_norm(x, residual, weight, bias, eps=eps, dropout_p=dropout_p, rng=rng, **options)
     if dropout_p and rng is None and x_bias is None and draws(x):
-        x, dropout_p = drawn(x, dropout_p), 0.0
+        x, dropout_p = drawn("add_layer_norm", x, dropout_p), 0.0
     state = state_for("add_layer_norm", rng, x.device) if dropout_p else None
     out = out_dtype or store_dtype(x)
     if needs_grad(x, residual, weight, bias, x_bias):
