@@ -295,6 +295,9 @@ def test_losses_are_named_and_a_rival_with_wrong_numbers_wins_nothing():
     assert show.lost(rows) == ["rms_norm 4x4 bf16 fwd: liger takes 0.80 of our time"]
     assert show.lost([row for row in rows if row["variant"] != "liger"]) == []
     assert show.lost([gpu_row("ops_math", 10.0, 0.8), gpu_row("torch", 9.8, 0.8)]) == [], "a tie is no loss"
+    step = {"benchmark": "step", "model": "m", "batch": 1, "seq": 1, "noise": 0.01}
+    forms = [step | {"variant": v, "ratio_to_plain": r} for v, r in (("plain", 1.0), ("ops", 0.9), ("packed", 0.8), ("graphed", 0.5))]
+    assert show.lost(forms) == [], "other forms of ours are no rivals"
     assert (
         show.worst_words([*rows, gpu_row("ops_math", 1.0, 0.3, phase="bwd")]) == "worst share of the ceiling: 0.30 (rms_norm 4x4 bf16 bwd)"
     )

@@ -17,8 +17,8 @@ from ops_math.cli.bench.rivals import COMPILED, OURS
 from ops_math.schedule.timing import TIE
 
 Row = dict[str, Any]
-OWN = {OURS, COMPILED, "ops", "packed"}
-STEP_NAMES = {"plain": "torch", "ops": OURS, "packed": f"{OURS} packed"}
+OWN = {OURS, COMPILED, "ops", "packed", "graphed"}
+STEP_NAMES = {"plain": "torch", "ops": OURS, "packed": f"{OURS} packed", "graphed": f"{OURS} graphed"}
 COLOURS = {
     OURS: "#2a6fbb",
     COMPILED: "#7fb0e3",
