@@ -1,0 +1,94 @@
+"""Everything that is measured on a GPU, one command after the other, each with a limit; the outputs go to a folder.
+
+    PYTHONPATH=src:. python tools/gpu/everything.py --out build/gpu [--only suite,steps,optimizer,...] [--list]
+
+A command that fails or runs out of time is named, and the next one goes on. Rows are appended to `OUT/rows.jsonl`, to be looked at and then
+moved to benchmarks/results. About twelve minutes on an H200 with sixteen CPU cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+
+
+class Job(NamedTuple):
+    """A command by its group; `limit` in seconds; `tail` lines of its output are shown."""
+
+    group: str
+    name: str
+    command: str
+    limit: int
+    tail: int = 4
+
+
+CLI = "-c 'from ops_math.cli import main; main()'"
+
+
+def jobs(rows: Path, out: Path) -> list[Job]:
+    """In the order in which they should run: what must be right first."""
+    workers = min(16, os.cpu_count() or 1)
+    steps, alone = f"benchmarks/steps.py --results {rows}", "benchmarks/steps.py --table --no-gradients"
+    calibrate = f"{CLI} calibrate --dtype bf16 --seconds 100"
+    suite = f"-m pytest -m gpu tests src/ops_math -n {workers} -q -p no:cacheprovider --timeout 100 --tb=short"
+    return [
+        Job("suite", "suite", suite, 400, 12),
+        Job("steps", "bert-large", f"{steps} --model bert-large --variants plain,ops", 150, 6),
+        Job("steps", "llama-1b", f"{steps} --model llama-1b --variants plain,ops,packed", 150, 6),
+        Job("steps", "llama-tiny", f"{steps} --model llama-tiny --variants plain,ops,packed,graphed --no-gradients", 90, 6),
+        Job("kernels", "bert-large alone", f"{alone} --model bert-large --variants ops", 90, 45),
+        Job("kernels", "llama-1b alone", f"{alone} --model llama-1b --variants packed", 90, 45),
+        Job("host", "host costs", "tools/gpu/host_costs.py", 60, 26),
+        Job("host", "host of bert-large", "tools/gpu/host_profile.py bert-large ops", 60, 3),
+        Job("optimizer", "optimizer sweep", f"benchmarks/optimizer.py --sweep --results {rows}", 150, 30),
+        Job("attention", "attention sweep", "tools/gpu/attention_sweep.py vendor fwd bwd", 120, 60),
+        Job("norms", "norm sweep", "tools/gpu/norm_sweep.py", 150, 60),
+        Job("losses", "loss sweep", "tools/gpu/cross_entropy_sweep.py", 150, 60),
+        Job("calibrate", "calibrate llama-1b", f"{calibrate} --model llama-1b --export {out / 'llama.json'}", 150, 20),
+        Job("calibrate", "calibrate bert-large", f"{calibrate} --model bert-large --export {out / 'bert.json'}", 150, 20),
+    ]
+
+
+def run(job: Job, folder: Path) -> str:
+    """Run a job; returns what became of it."""
+    path, start = folder / f"{job.name.replace(' ', '_')}.txt", time.perf_counter()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, *shlex.split(job.command)]
+    with path.open("w") as file:
+        try:
+            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=job.limit, check=False, env=environment, cwd=ROOT)
+            outcome = "done" if done.returncode == 0 else f"FAILED with {done.returncode}"
+        except subprocess.TimeoutExpired:
+            outcome = f"STOPPED after {job.limit} s"
+    lines = [line for line in path.read_text(errors="replace").splitlines() if "Warning" not in line and "_warn_once" not in line]
+    shown = "\n".join(line[:220] for line in lines[-job.tail :])
+    return f"== {job.group}: {job.name}: {outcome}, {time.perf_counter() - start:.0f} s\n{shown}"
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
+    parser.add_argument("--only", default="", help="groups or names, separated by commas")
+    parser.add_argument("--list", action="store_true", help="show the jobs and run nothing")
+    arguments = parser.parse_args()
+    asked = {name.strip() for name in arguments.only.split(",") if name.strip()}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    found = [job for job in jobs(arguments.out / "rows.jsonl", arguments.out) if not asked or asked & {job.group, job.name}]
+    if asked - {word for job in found for word in (job.group, job.name)}:
+        parser.error(f"--only: unknown among {', '.join(sorted(asked))}; --list shows what there is")
+    for job in found:
+        told = f"{job.group:10} {job.name:22} {job.limit:4} s  python {job.command}" if arguments.list else run(job, arguments.out)
+        print(told, flush=True)
+
+
+if __name__ == "__main__":
+    main()
