@@ -1,0 +1,339 @@
+"""Hold two traces against each other, in the order of the forward and then of the backward, and find whose error is its own.
+
+A module is a culprit where what it was given agrees and what it made of it does not: its error is beyond what rounding explains plus
+`GROWTH` times the error that it was given. Of nested ones the innermost is named. What it was given is, in the forward, its inputs; in
+the backward its output gradients, and the values of the forward, which the backward reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import ops_math as om
+from ops_nn.debug.trace import (
+    DIRECTIONS,
+    FORWARD,
+    INPUT,
+    INPUT_GRADIENT,
+    OUTPUT_GRADIENT,
+    PARAMETER,
+    PARAMETER_GRADIENT,
+    Call,
+    Key,
+    Trace,
+)
+from ops_nn.debug.verdict import BITWISE, DIFFERENT, FLOOR_FACTOR, GROWTH, ROUNDING, Difference, difference
+
+RESULTS = (FORWARD, INPUT_GRADIENT, PARAMETER_GRADIENT)
+# A gradient that only one run has. It is a fault of its module where the gradients that arrived there agree to this.
+LOST = Difference(False, math.inf, math.inf, 0.0, True)
+LOST_BELOW = 0.1
+
+
+class Row(NamedTuple):
+    """One tensor of both runs. `given` is the largest error of what it was computed from; None where that was not seen."""
+
+    key: Key
+    difference: Difference
+    verdict: str
+    given: float | None = None
+
+
+class Culprit(NamedTuple):
+    """A module whose error is its own. `tied` are others that cannot be told from it: they share the tensor."""
+
+    key: Key
+    difference: Difference
+    given: float
+    tied: tuple[str, ...] = ()
+
+
+class Comparison:
+    """Two traces, tensor by tensor, as `ConsistencyChecker.compare` makes it.
+
+    Attributes:
+        rows: every tensor that both have, in the order of A.
+        culprits: forward order first, then backward order.
+        missing: keys that only one has, with `A` or `B`.
+        structure: how the models differ, in words, the first first.
+    """
+
+    def __init__(self, a: Trace, b: Trace, precision: float, floors: dict[Key, float] | None = None) -> None:
+        self.a, self.b, self.precision = a, b, precision
+        self.structure = structure(a, b)
+        self.floors = floors or {}
+        self.differences = {key: self._difference(key) for key in a.records if key in b.records}
+        if not any(key.direction in RESULTS for key in self.differences):
+            first = self.structure[0] if self.structure else "no result was seen in both"
+            raise om.UnsupportedError(f"compare: the traces have nothing in common: {first}. Trace the same model twice.")
+        self.missing = self._missing()
+        self._of_call: dict[tuple[str, int, str], list[Key]] = {}
+        for key in self.differences:
+            self._of_call.setdefault((key.module, key.call, key.direction), []).append(key)
+        self._ends = {(call.module, call.number): call.end for call in a.calls}
+        self._sharing = self._shared_inputs()
+        forward = self._forward()
+        self.culprits = [*forward, *self._backward()]
+        self.rows = self._rows()
+
+    def _difference(self, key: Key) -> Difference:
+        found = difference(self.a.records[key], self.b.records[key], self.precision)
+        return found._replace(limit=max(found.limit, FLOOR_FACTOR * self.floors.get(key, 0.0)))
+
+    def worst(self, module: str, call: int, *directions: str) -> float | None:
+        """The largest error of a call's tensors of these directions; None where there are none."""
+        found = [self.differences[key].l2 for direction in directions for key in self._of_call.get((module, call, direction), ())]
+        return max(found, default=None)
+
+    def _missing(self) -> list[tuple[Key, str]]:
+        """Gradients that only one has though the other side's call was seen too."""
+        found = []
+        calls = [{(c.module, c.number) for c in trace.calls} for trace in (self.a, self.b)]
+        graded = [any(k.direction == PARAMETER_GRADIENT for k in t.records) for t in (self.a, self.b)]
+        for own, other, name, theirs in ((self.a, self.b, "B", calls[1]), (self.b, self.a, "A", calls[0])):
+            for key in own.records:
+                if key in other.records or key.module not in other.modules:
+                    continue
+                by_call = key.direction in RESULTS and (key.module, key.call) in theirs
+                by_weight = key.direction == PARAMETER_GRADIENT and all(graded) and key._replace(direction=PARAMETER) in other.records
+                if by_call or by_weight:
+                    found.append((key, name))
+        return found
+
+    def _shared_inputs(self) -> dict[Key, list[tuple[str, int]]]:
+        """For each input's key, the calls of A that were given the same tensor."""
+        users: dict[tuple[str, tuple[int, ...]], list[tuple[str, int]]] = {}
+        keys = [key for key in self.a.records if key.direction == INPUT]
+        for key in keys:
+            users.setdefault((self.a.records[key].figures.fingerprint, self.a.records[key].shape), []).append((key.module, key.call))
+        return {key: users[self.a.records[key].figures.fingerprint, self.a.records[key].shape] for key in keys}
+
+    def _forward(self) -> list[Culprit]:
+        """Modules whose results are not explained by what they had: their inputs, and what the modules inside them returned.
+
+        An inner module's input that no module returned was made by the code around it, and is held against what that code had then.
+        """
+        a = self.a
+        own_calls: dict[int, list[int]] = {}
+        for index, call in enumerate(a.calls):
+            own_calls.setdefault(call.parent, []).append(index)
+        found = []
+        for index, call in sorted(enumerate(a.calls), key=lambda item: item[1].end):
+            had = self.worst(call.module, call.number, INPUT) or 0.0
+            blame: Culprit | None = None
+            for inner in (a.calls[i] for i in own_calls.get(index, ())):
+                blame = blame or self._blame(call, (inner.module, inner.number, INPUT), had)
+                had = max(had, self.worst(inner.module, inner.number, FORWARD) or 0.0)
+            blame = blame or self._blame(call, (call.module, call.number, FORWARD), had)
+            found += [] if blame is None else [blame]
+        return self._innermost(found)
+
+    def _blame(self, call: Call, where: tuple[str, int, str], had: float) -> Culprit | None:
+        """The call as a culprit, if a tensor there is not explained by what it had; its own result is what is named."""
+        bad = [key for key in self._of_call.get(where, ()) if _unexplained(self.differences[key], had)]
+        if not bad:
+            return None
+        key = max(self._of_call.get((call.module, call.number, FORWARD), bad), key=lambda k: self.differences[k].l2)
+        return Culprit(key, self.differences[key], had)
+
+    def _innermost(self, found: list[Culprit]) -> list[Culprit]:
+        """Without those that hold another one."""
+        guilty = {(c.key.module, c.key.call) for c in found}
+        outer: set[tuple[str, int]] = set()
+        for call in self.a.calls:
+            if (call.module, call.number) in guilty:
+                outer.update((c.module, c.number) for c in self._around(call))
+        return [c for c in found if (c.key.module, c.key.call) not in outer]
+
+    def _around(self, call: Call) -> Iterable[Call]:
+        while call.parent >= 0:
+            call = self.a.calls[call.parent]
+            yield call
+
+    def _backward(self) -> list[Culprit]:
+        found: list[Culprit] = []
+        for call in sorted(self.a.calls, key=lambda c: -c.end):
+            for key in self._of_call.get((call.module, call.number, INPUT_GRADIENT), ()):
+                given = self._given_backward(key)
+                if given is not None and _unexplained(self.differences[key], given):
+                    found.append(Culprit(key, self.differences[key], given))
+        for key in self._gradients_of_one(INPUT_GRADIENT):
+            given = self._given_backward(key)
+            if given is not None and given <= LOST_BELOW:
+                found.append(Culprit(key, LOST, given))
+        found = self._innermost(_joined(found, self.a))
+        blamed = {c.key.module for c in found}
+        for key in self._parameter_keys():
+            given = self._given_parameter(key)
+            wrong = given is not None and _unexplained(self.differences[key], given) and not self._cancels(key)
+            if wrong and not self._inside(key.module, blamed):
+                found.append(Culprit(key, self.differences[key], given or 0.0))
+        for key in self._gradients_of_one(PARAMETER_GRADIENT):
+            given = self._given_parameter(key)
+            if given is not None and given <= LOST_BELOW and not self._inside(key.module, blamed):
+                found.append(Culprit(key, LOST, given))
+        found = [c for c in found if "." not in c.key.name or not any(_holds(c.key.module, o.key.module) for o in found)]
+        return sorted(found, key=lambda c: (-self._last_end(c.key.module), DIRECTIONS.index(c.key.direction)))
+
+    def _cancels(self, key: Key) -> bool:
+        """Whether a bias's or norm's gradient is a sum that cancels: its error is rounding beside the gradients next to it.
+
+        The gradient of a key's bias is zero but for rounding, since softmax does not see a shift of all scores.
+        """
+        record = self.a.records[key]
+        if len(record.shape) != 1:
+            return False
+        parent = key.module.rpartition(".")[0]
+        near = [
+            r
+            for k, r in self.a.records.items()
+            if k.direction == PARAMETER_GRADIENT and k.name == key.name and k.module.rpartition(".")[0] == parent
+        ]
+        found = self.differences[key]
+        return found.l2 * record.figures.l2 <= found.limit * max(r.figures.l2 for r in near)
+
+    def _gradients_of_one(self, direction: str) -> list[Key]:
+        return [key for key, _ in self.missing if key.direction == direction]
+
+    def _inside(self, module: str, blamed: set[str]) -> bool:
+        return any(module != b and module.startswith(f"{b}." if b else "") for b in blamed)
+
+    def _parameter_keys(self) -> list[Key]:
+        return [key for key in self.differences if key.direction == PARAMETER_GRADIENT]
+
+    def _last_end(self, module: str) -> int:
+        """When the module, or the innermost observed one around it, ended for the last time."""
+        for path in _outwards(module):
+            ends = [end for (name, _), end in self._ends.items() if name == path]
+            if ends:
+                return max(ends)
+        return -1
+
+    def _given_backward(self, key: Key) -> float | None:
+        """The largest error of what an input's gradient is made of."""
+        users = self._sharing.get(key._replace(direction=INPUT), [(key.module, key.call)])
+        gradients = [self.worst(module, call, OUTPUT_GRADIENT) for module, call in users]
+        if self.worst(key.module, key.call, OUTPUT_GRADIENT) is None:
+            return None
+        values = self.worst(key.module, key.call, INPUT, FORWARD) or 0.0
+        return max((g for g in gradients if g is not None), default=0.0) + values
+
+    def _given_parameter(self, key: Key) -> float | None:
+        """The same for a parameter's gradient: over all modules that hold it, in both runs alike."""
+        found = [self._given_holder(module) for module in self._holders(key)]
+        known = [g for g in found if g is not None]
+        return max(known) if known else None
+
+    def _holders(self, key: Key) -> list[str]:
+        full = f"{key.module}.{key.name}".strip(".")
+        groups = [{full, *_tied_with(t, full)} for t in (self.a, self.b)]
+        return sorted(name.rpartition(".")[0] for name in groups[0] & groups[1]) if "." not in key.name else [key.module]
+
+    def _given_holder(self, module: str) -> float | None:
+        """Where the module was not called as such, what the one around it was given."""
+        for path in _outwards(module):
+            numbers = [number for name, number in self._ends if name == path]
+            gradients = [g for n in numbers if (g := self.worst(path, n, OUTPUT_GRADIENT)) is not None]
+            if gradients:
+                return max(gradients) + max((self.worst(path, n, INPUT, FORWARD) or 0.0) for n in numbers)
+        return None
+
+    def _rows(self) -> list[Row]:
+        """Every tensor with its verdict: an error that was inherited from within rounding is within rounding."""
+        guilty = {c.key for c in self.culprits}
+        earliest = min((self.a.records[k].order for k in guilty if k.direction == FORWARD), default=math.inf)
+        rows = []
+        for key, found in sorted(self.differences.items(), key=lambda item: self.a.records[item[0]].order):
+            clean = not guilty or (key.direction in (INPUT, FORWARD) and self.a.records[key].order < earliest)
+            if found.bitwise:
+                verdict = BITWISE
+            elif key not in guilty and (found.l2 <= found.limit or (clean and key.direction != PARAMETER)):
+                verdict = ROUNDING
+            else:
+                verdict = DIFFERENT
+            rows.append(Row(key, found, verdict))
+        return rows
+
+
+def _unexplained(found: Difference, given: float) -> bool:
+    if found.bitwise:
+        return False
+    if math.isinf(given):
+        return False
+    return not found.l2 <= found.limit + GROWTH * given
+
+
+def _joined(found: list[Culprit], a: Trace) -> list[Culprit]:
+    """One culprit for each tensor: modules that share it cannot be told apart, unless one holds the others."""
+    groups: dict[str, list[Culprit]] = {}
+    for culprit in found:
+        record = a.records.get(culprit.key)
+        groups.setdefault(str(culprit.key) if record is None else record.figures.fingerprint, []).append(culprit)
+    joined = []
+    for group in groups.values():
+        inner = [c for c in group if not any(_holds(c.key.module, o.key.module) for o in group)]
+        joined.append(inner[0]._replace(tied=tuple(c.key.module for c in inner[1:] if c.key.module != inner[0].key.module)))
+    return joined
+
+
+def _tied_with(trace: Trace, full: str) -> set[str]:
+    """Other names of a parameter in a trace."""
+    first = trace.ties.get(full, full)
+    return {first, *(name for name, holder in trace.ties.items() if holder == first)} - {full}
+
+
+def _holds(outer: str, inner: str) -> bool:
+    return outer != inner and inner.startswith(f"{outer}." if outer else "")
+
+
+def _outwards(module: str) -> list[str]:
+    """The module and those around it, by name."""
+    parts = module.split(".") if module else []
+    return [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
+
+
+def floors_of(a: Trace, floor: Trace, precision: float) -> dict[Key, float]:
+    """The noise floor: how far each tensor of A is from that of A perturbed."""
+    pairs = [(key, difference(a.records[key], r, precision).l2) for key, r in floor.records.items() if key in a.records]
+    return {key: l2 for key, l2 in pairs if math.isfinite(l2)}
+
+
+def structure(a: Trace, b: Trace) -> list[str]:
+    """How two models differ, in words, in the order of A's modules; empty for models of one build."""
+    found: list[str] = []
+    replaced: list[str] = []
+    for path, entry in a.modules.items():
+        where = path or "the model"
+        if path not in b.modules:
+            found.append(f"{where} is in A only ({entry['facts']['class']})")
+            continue
+        own, other = entry["facts"], b.modules[path]["facts"]
+        for name in dict.fromkeys((*own, *other)):
+            x, y = own.get(name, "absent"), other.get(name, "absent")
+            if x != y and name == "forward":
+                replaced.append(f"{where} ({y if x == 'absent' else x})")
+            elif x != y:
+                found.append(f"{where}: {name}: {x} in A, {y} in B")
+    if replaced:
+        found.append(f"{len(replaced)} modules have a forward of their own in one run, the first {replaced[0]}")
+    found += [f"{path or 'the model'} is in B only ({e['facts']['class']})" for path, e in b.modules.items() if path not in a.modules]
+    for name in sorted(a.ties.keys() | b.ties.keys()):
+        x, y = (t.ties.get(name) for t in (a, b))
+        if x != y:
+            found.append(
+                f"{name}: " + (f"tied to {x} in A" if x else "of its own in A") + ", " + (f"tied to {y} in B" if y else "of its own in B")
+            )
+    counts = [_counts(t) for t in (a, b)]
+    for path in counts[0].keys() & counts[1].keys():
+        if counts[0][path] != counts[1][path]:
+            found.append(f"{path or 'the model'}: called {counts[0][path]} times in A and {counts[1][path]} in B")
+    return found
+
+
+def _counts(trace: Trace) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for call in trace.calls:
+        counts[call.module] = counts.get(call.module, 0) + 1
+    return counts

@@ -1,0 +1,328 @@
+"""Watch the calls of a model's modules while a trace is open, without a hook on any module.
+
+`torch.nn.Module.__call__` is replaced for that time. A module's own state is not touched, so that blocks read its weights, adopted layers
+leave their sums to the next norm, and the operators that run are those that run without. Gradients are read by hooks of tensors, which
+return nothing. Figures are computed where the tensors are and fetched in one transfer at the end.
+
+An input's gradient is what arrives at the tensor, from all who use it: three projections of one tensor have one input gradient.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+import ops_math as om
+from ops_nn.debug import names, recipe, trees
+from ops_nn.debug.figures import measure, unpack
+from ops_nn.debug.trace import (
+    FORWARD,
+    INPUT,
+    INPUT_GRADIENT,
+    OUTPUT_GRADIENT,
+    PARAMETER,
+    PARAMETER_GRADIENT,
+    Call,
+    Key,
+    Record,
+    Trace,
+)
+
+FULL = "full"
+_plain_call = nn.Module.__call__
+
+
+class _Pending(NamedTuple):
+    """A tensor whose figures are still on the device."""
+
+    key: Key
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    row: Tensor
+    tensor: Tensor | None
+
+
+class _Seen(NamedTuple):
+    """Figures of a tensor, for as long as it lives and is not written to."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    row: Tensor
+    kept: Tensor | None
+
+
+class _Tape(threading.local):
+    """The observer that is on, and the calls that are open in this thread."""
+
+    def __init__(self) -> None:
+        self.open: list[int] = []
+
+
+_TAPE = _Tape()
+_ON: list[Watcher] = []
+
+
+def _observed_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling() or not _ON:
+        return _plain_call(self, *args, **kwargs)
+    return _ON[0].call(self, args, kwargs)
+
+
+class Watcher(Protocol):
+    """What stands in for the calls of modules."""
+
+    def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module, with `run_plainly` for what it does by itself."""
+
+
+def check_free() -> None:
+    """Nobody watches.
+
+    Raises:
+        UnsupportedError: where another trace is open.
+    """
+    if _ON:
+        raise om.UnsupportedError("ConsistencyChecker.trace: another trace is open. Close it first; one run is traced at a time.")
+
+
+def install(watcher: Watcher) -> None:
+    """Let a watcher see the calls of all modules."""
+    check_free()
+    _ON.append(watcher)
+    nn.Module.__call__ = _observed_call  # type: ignore[method-assign]
+
+
+def remove() -> None:
+    """Put PyTorch's own call back."""
+    nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
+    _ON.clear()
+
+
+def run_plainly(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a module as if nobody watched it."""
+    return _plain_call(module, *args, **kwargs)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward: a module that is called now is recomputed (activation checkpointing)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _local(t: Tensor) -> Tensor:
+    """The part of a sharded tensor that this rank holds."""
+    to_local = getattr(t, "to_local", None)
+    return t if to_local is None else to_local()
+
+
+def _seen_whole(t: Tensor) -> bool:
+    """Whether values can be read: not of tensors without data, sparse or nested ones."""
+    return t.layout == torch.strided and not t.is_nested and t.device.type != "meta" and not t.is_quantized
+
+
+class Observer:
+    """What stands behind `checker.trace(model)`."""
+
+    def __init__(self, trace: Trace, model: nn.Module, gradients: bool, every_module: bool, limit_bytes: int) -> None:
+        self.trace, self.gradients, self.limit = trace, gradients, limit_bytes
+        self.layout = names.layout(model)
+        chosen = self.layout.places if every_module else _blocks(self.layout)
+        self.paths = {id(place.module): path for path, place in self.layout.places.items() if path in chosen}
+        self.counts: dict[str, int] = {}
+        self.again: dict[str, int] = {}
+        self.pending: list[_Pending] = []
+        self.seen: dict[int, _Seen] = {}
+        self.ends = self.bytes = 0
+        self.notes: dict[str, None] = {}
+        self.active = True
+        self._describe(model)
+
+    def _describe(self, model: nn.Module) -> None:
+        trace = self.trace
+        for path, place in self.layout.places.items():
+            trace.modules[path] = {"facts": names.facts(place.module), "aliases": list(place.aliases)}
+            if trace.mode == FULL:
+                trace.modules[path]["recipe"] = recipe.describe(place.module)
+        trace.ties = names.ties(self.layout)
+        if self.layout.removed:
+            self.note(f"taken out of names: {', '.join(self.layout.removed)}")
+        for path in self.layout.compiled:
+            inside = sum(name.startswith(f"{path}." if path else "") and name != path for name in self.layout.places)
+            self.note(f"{path or 'the model'} is compiled: seen at its boundary, its {inside} inner modules are not")
+        for path, place in self.layout.places.items():
+            if place.aliases:
+                self.note(f"{path} is also {', '.join(place.aliases)}: its calls are numbered under the first name")
+        if any(p.grad is not None for p in model.parameters()):
+            self.note("parameters held gradients when the trace began: what it shows of them is the sum")
+
+    def note(self, words: str) -> None:
+        """Say something once."""
+        self.notes[words] = None
+
+    def start(self) -> None:
+        """Begin to watch.
+
+        Raises:
+            UnsupportedError: where another trace is open.
+        """
+        check_free()
+        for (path, name), value in names.tensors_of(self.layout).items():
+            self.see(Key(path, 0, PARAMETER, name), value)
+        install(self)
+
+    def stop(self) -> None:
+        """Cease to watch."""
+        remove()
+        self.active = False
+
+    def finish(self) -> None:
+        """Read the parameters' gradients, fetch all figures and fill the trace."""
+        if self.gradients:
+            found = False
+            for (path, name), value in names.tensors_of(self.layout).items():
+                if isinstance(value, nn.Parameter) and value.grad is not None:
+                    found = True
+                    self.see(Key(path, 0, PARAMETER_GRADIENT, name), value.grad)
+            if not found and any(p.key.direction == OUTPUT_GRADIENT for p in self.pending):
+                self.note("no parameter held a gradient when the trace ended: end it before optimizer.zero_grad()")
+        self._collect()
+        self.trace.notes += list(self.notes)
+        self.seen.clear()
+
+    def _collect(self) -> None:
+        """One transfer for each device."""
+        rows: dict[torch.device, list[int]] = {}
+        for number, item in enumerate(self.pending):
+            rows.setdefault(item.row.device, []).append(number)
+        arrived: dict[int, Tensor] = {}
+        for numbers in rows.values():
+            together = torch.stack([self.pending[n].row for n in numbers]).cpu()
+            arrived.update(zip(numbers, together.unbind(), strict=True))
+        for order, item in enumerate(self.pending):
+            count = 1
+            for size in item.shape:
+                count *= size
+            figures = unpack(arrived[order], count)
+            self.trace.records[item.key] = Record(figures, item.shape, item.stride, item.dtype, order, item.tensor)
+        self.pending = []
+
+    def see(self, key: Key, t: Tensor, lasting: bool = True) -> None:
+        """Take the figures of a tensor, and in full mode a copy; `lasting` says that others may be given the same tensor."""
+        if not self.active and key.direction != PARAMETER_GRADIENT:
+            return
+        given, t = t, _local(t.detach())
+        if not _seen_whole(t):
+            self.note(f"{key}: a {t.layout} tensor on {t.device} is not looked into")
+            return
+        if t.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.note(f"{key.module or 'the model'} was captured into a CUDA graph: its replays are not seen")
+            return
+        with torch.no_grad():
+            row, kept = self._figures(key, t)
+        self.pending.append(_Pending(key, tuple(t.shape), tuple(t.stride()), str(t.dtype).removeprefix("torch."), row, kept))
+        if lasting and type(given) in (Tensor, nn.Parameter) and not given.is_inference():
+            self.seen[given.data_ptr()] = _Seen(weakref.ref(given), given._version, row, kept)
+
+    def _figures(self, key: Key, t: Tensor) -> tuple[Tensor, Tensor | None]:
+        place = t.data_ptr()
+        known = self.seen.get(place)
+        if known is not None:
+            old = known.tensor()
+            if old is not None and known.version == _version(t) and _same_view(old, t):
+                return known.row, known.kept
+        row, kept = measure(t), None
+        if self.trace.mode == FULL:
+            if self.bytes + t.nbytes <= self.limit:
+                self.bytes += t.nbytes
+                kept = t.to("cpu", copy=True)
+            else:
+                self.note(f"tensors beyond {self.limit / 2**30:.3g} GiB were not kept, the first of them {key}; limit_bytes= is the limit")
+        return row, kept
+
+    def leaf(self, key: Key, leaf: trees.Leaf) -> None:
+        """Take the figures of an argument or result."""
+        value = leaf.value()
+        self.see(key, value, lasting=value is leaf.carrier)
+
+    def _number(self, path: str) -> tuple[int, bool]:
+        """The number of the call that begins, and whether it is an earlier one that is recomputed."""
+        made = self.counts.get(path, 0)
+        if in_backward() and made:
+            again = self.again[path] = self.again.get(path, 0) + 1
+            self.note("activation checkpointing: modules that were recomputed in the backward count once")
+            return max(made - again, 0), True  # a backward goes through the calls from the last to the first
+        self.counts[path] = made + 1
+        return made, False
+
+    def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module that may be one of the model's."""
+        path = self.paths.get(id(module))
+        if path is None or torch.jit.is_tracing():
+            return _plain_call(module, *args, **kwargs)
+        number, again = self._number(path)
+        tensors = list(trees.arguments(args, kwargs))
+        index = -1
+        if not again:
+            index = len(self.trace.calls)
+            if self.trace.mode == FULL:
+                self.trace.arguments[f"{path}#{number}"] = recipe.arguments(args, kwargs)
+            self.trace.calls.append(Call(path, number, _TAPE.open[-1] if _TAPE.open else -1, -1))
+            self._see_all(path, number, INPUT, tensors)
+            _TAPE.open.append(index)
+        self._hooks(path, number, INPUT_GRADIENT, tensors)
+        try:
+            result = _plain_call(module, *args, **kwargs)
+        finally:
+            if not again:
+                _TAPE.open.pop()
+        results = list(trees.leaves(result))
+        if not again:
+            self.trace.calls[index] = self.trace.calls[index]._replace(end=self.ends)
+            self.ends += 1
+            self._see_all(path, number, FORWARD, results)
+        self._hooks(path, number, OUTPUT_GRADIENT, results)
+        return result
+
+    def _see_all(self, path: str, number: int, direction: str, tensors: Iterable[trees.Leaf]) -> None:
+        for leaf in tensors:
+            self.leaf(Key(path, number, direction, leaf.name), leaf)
+
+    def _hooks(self, path: str, number: int, direction: str, tensors: Iterable[trees.Leaf]) -> None:
+        """Read the gradients when they arrive."""
+        if not self.gradients or not torch.is_grad_enabled():
+            return
+        for name, carrier, _ in tensors:
+            if carrier.requires_grad and (carrier.is_floating_point() or carrier.is_complex()):
+                carrier.register_hook(self._reader(Key(path, number, direction, name)))
+
+    def _reader(self, key: Key) -> Any:
+        def read(gradient: Tensor) -> None:
+            if self.active:
+                self.see(key, gradient)
+
+        return read
+
+
+def _version(t: Tensor) -> int:
+    """How often it was written to; tensors of inference mode do not count."""
+    return -1 if t.is_inference() else t._version
+
+
+def _same_view(old: Tensor, t: Tensor) -> bool:
+    return old.shape == t.shape and old.stride() == t.stride() and old.dtype == t.dtype and old.device == t.device
+
+
+def _blocks(layout: names.Layout) -> set[str]:
+    """The model, the blocks in its lists of blocks, and what stands beside those lists: not what is inside a block."""
+    lists = [path for path, place in layout.places.items() if isinstance(place.module, nn.ModuleList | nn.Sequential)]
+    outer = [path for path in lists if not any(path != other and path.startswith(f"{other}." if other else "") for other in lists)]
+    if not outer:
+        return set(layout.places)
+    inside = {path for path in layout.places for other in outer if path.startswith(f"{other}." if other else "") and path != other}
+    blocks = {path for path in inside if path.rpartition(".")[0] in outer}
+    return (layout.places.keys() - inside) | blocks

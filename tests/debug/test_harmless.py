@@ -1,0 +1,119 @@
+"""A trace changes no bit of the training, and the operators that run under it are those that run without."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ops_math as om
+from ops_nn.adopt import adopt
+from ops_nn.debug import ConsistencyChecker
+from ops_nn.optim import AdamW
+from tests.adopt.models import JOBS
+
+ADOPTED = [name for name in JOBS if "most tokens" not in name]
+CHECKERS = {
+    "light": ConsistencyChecker(),
+    "light, all modules": ConsistencyChecker(observe="all"),
+    "full": ConsistencyChecker(mode="full"),
+}
+
+
+def train(job, model: nn.Module, checker: ConsistencyChecker | None, steps: int = 3) -> tuple[dict, list[torch.Tensor]]:
+    """What ran, and every loss, gradient and weight."""
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    om.reset_stats()
+    kept = []
+    for _ in range(steps):
+        if checker is None:
+            loss = job.loss(model)
+            loss.backward()
+        else:
+            with checker.trace(model):
+                loss = job.loss(model)
+                loss.backward()
+        kept += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    rows = {(r.op, r.phase, r.implementation, r.reason, r.fallback): (r.calls, r.bytes) for r in om.stats().rows}
+    return rows, [*kept, *(p.detach().clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("how", CHECKERS)
+@pytest.mark.parametrize("name", ADOPTED)
+def test_the_operators_and_the_bits_are_those_without_the_checker(name, how):
+    job = JOBS[name]()
+    adopt(job.model)
+    twin = copy.deepcopy(job.model)
+    torch.manual_seed(3)
+    rows, bits = train(job, job.model, None)
+    torch.manual_seed(3)
+    seen, traced = train(job, twin, CHECKERS[how])
+    assert rows
+    assert seen == rows
+    assert len(bits) == len(traced)
+    assert all(torch.equal(a, b) for a, b in zip(bits, traced, strict=True))
+
+
+def test_hooks_on_layers_would_be_seen_by_these_very_tests():
+    job = JOBS["our Llama, tied"]()
+    adopt(job.model)
+    twin = copy.deepcopy(job.model)
+    rows, _ = train(job, job.model, None)
+    for module in twin.modules():
+        module.register_forward_hook(lambda module, args, result: None)
+    hooked, _ = train(job, twin, None)
+    assert hooked != rows
+
+
+def test_nothing_is_left_behind_after_a_trace_or_an_exception_in_one():
+    job = JOBS["our Llama, tied"]()
+    before = {name: (set(vars(m)), m.__dict__["_forward_hooks"]) for name, m in job.model.named_modules()}
+    plain = nn.Module.__call__
+    checker = ConsistencyChecker(mode="full")
+    traces = []
+
+    def fails() -> None:
+        with checker.trace(job.model) as trace:
+            traces.append(trace)
+            assert nn.Module.__call__ is not plain
+            job.loss(job.model)
+            raise ZeroDivisionError
+
+    pytest.raises(ZeroDivisionError, fails)
+    trace = traces[0]
+    assert nn.Module.__call__ is plain
+    assert {name: (set(vars(m)), m.__dict__["_forward_hooks"]) for name, m in job.model.named_modules()} == before
+    assert len(trace.records) > 100
+    assert "the run ended with ZeroDivisionError" in trace.notes
+
+
+def test_dropout_draws_what_it_draws_without():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    x = torch.randn(4, 8)
+    torch.manual_seed(1)
+    expected = model(x)
+    torch.manual_seed(1)
+    with ConsistencyChecker(mode="full").trace(model):
+        got = model(x)
+    assert torch.equal(expected, got)
+
+
+def test_figures_arrive_in_one_transfer(monkeypatch):
+    job = JOBS["our Llama, tied"]()
+    transfers = []
+    plain = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self, *a, **k: (transfers.append(self.shape), plain(self, *a, **k))[1])
+    waits = []
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
+        method = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, _m=method, _n=name: (waits.append(_n), _m(self))[1])
+    with ConsistencyChecker(observe="all").trace(job.model) as trace:
+        job.loss(job.model).backward()
+        during = list(waits)
+    assert during == []
+    assert len(transfers) == 1
+    assert transfers[0][0] == len(trace.records)

@@ -1,0 +1,134 @@
+"""Broken models are located to the module and the direction, and the cause is named; honest ones are not accused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from ops_nn.adopt import adopt
+from ops_nn.debug import ConsistencyChecker, replay_file
+from tests.adopt.models import JOBS, llama
+from tests.debug.broken import FAULTS, HalfValue, run
+
+BY_TRACE = list(FAULTS)
+# What no module does when it runs alone: gradients that a hook changes after the module is done, and weights that are shared.
+BY_LOCKSTEP = [
+    name
+    for name in FAULTS
+    if name not in ("gradients accumulated in bf16", "weights tied in one and not in the other", "a first-layer gradient 50 % off")
+]
+
+
+@pytest.mark.parametrize("name", BY_TRACE)
+def test_a_broken_model_is_located_by_two_full_traces_and_the_cause_is_named(name, tmp_path):
+    fault = FAULTS[name]()
+    checker = ConsistencyChecker(mode="full", folder=tmp_path)
+    a, b = (run(checker, model, fault.step) for model in (fault.a, fault.b))
+    report = checker.compare(b, trace=a)
+    assert report.verdict == "different"
+    assert (report.first.module, report.first.direction) == (fault.module, fault.direction), str(report)
+    assert report.first.cause.kind == fault.cause, str(report)
+    assert report.first.tied == ()
+
+
+@pytest.mark.parametrize("name", BY_TRACE)
+def test_a_broken_model_is_located_from_figures_alone(name):
+    fault = FAULTS[name]()
+    checker = ConsistencyChecker(observe="all")
+    a, b = (run(checker, model, fault.step) for model in (fault.a, fault.b))
+    report = checker.compare(b, trace=a)
+    assert (report.first.module, report.first.direction) == (fault.module, fault.direction), str(report)
+    assert all(record.tensor is None for record in a.records.values())
+    assert "mode='full'" in report.reproduce
+
+
+@pytest.mark.parametrize("name", BY_LOCKSTEP)
+def test_in_lockstep_the_culprit_stands_alone_and_its_file_reproduces_it(name, tmp_path):
+    fault = FAULTS[name]()
+    report = ConsistencyChecker(folder=tmp_path).lockstep(fault.a, fault.b, fault.step)
+    guilty = {finding.module for finding in report.findings}
+    assert report.first.direction == fault.direction, str(report)
+    assert report.first.cause.kind == fault.cause, str(report)
+    if name == "one layer in bf16":  # alone, each of its parts has bf16 weights, and most refuse an fp32 input
+        assert guilty == {f"{fault.module}.{part}_layernorm" for part in ("input", "post_attention")}
+        assert len(report.refusals) == 9
+    else:
+        assert guilty == {fault.module}, str(report)
+    replayed = replay_file(report.dumped)
+    assert replayed.differs
+    assert replayed.notes == ()
+    assert {r for line in replayed.lines for r in (line.repeats_a, line.repeats_b)} <= {0.0, None}
+    assert replayed.lines[0].repeats_a == replayed.lines[0].repeats_b == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in JOBS if "Hugging" not in name])
+def test_an_adopted_model_is_within_rounding_of_the_plain_one(name, dtype):
+    job = JOBS[name]()
+    model = job.model.to(dtype)
+    checker = ConsistencyChecker(mode="full")
+    a = run(checker, model, job.loss)
+    fused = copy.deepcopy(model)
+    adopt(fused)
+    report = checker.compare(run(checker, fused, job.loss), trace=a)
+    assert report.findings == (), str(report)
+    assert report.verdict != "different", str(report)
+    assert report.counts["within rounding"] > 5
+
+
+def test_the_same_run_twice_is_bitwise():
+    job = llama()
+    checker = ConsistencyChecker(mode="full")
+    a, b = (run(checker, job.model, job.loss) for _ in range(2))
+    report = checker.compare(b, trace=a)
+    assert report.verdict == "bitwise"
+    assert len(report.rows) == len(a.records) > 200
+    assert {key.direction for key in a.records} == {
+        "parameter",
+        "input",
+        "forward",
+        "output gradient",
+        "input gradient",
+        "parameter gradient",
+    }
+
+
+def test_modules_that_share_an_input_are_told_apart_in_lockstep_and_named_together_in_traces(tmp_path):
+    job = llama()
+    b = copy.deepcopy(job.model)
+    b.model.layers[1].self_attn.v_proj.__class__ = HalfValue
+    checker = ConsistencyChecker(mode="full", folder=tmp_path)
+    report = checker.compare(run(checker, b, job.loss), trace=run(checker, job.model, job.loss))
+    assert report.first.direction == "input gradient"
+    assert {report.first.module, *report.first.tied} == {f"model.layers.1.self_attn.{name}_proj" for name in "qkv"}
+    alone = checker.lockstep(job.model, b, job.loss)
+    assert [(f.module, f.direction) for f in alone.findings] == [("model.layers.1.self_attn.v_proj", "input gradient")]
+
+
+def test_what_moves_as_much_when_a_weight_moves_by_a_unit_is_rounding():
+    job = llama()
+    checker = ConsistencyChecker(precision=1e-9, mode="full")
+    a = run(checker, job.model, job.loss)
+    before = [p.detach().clone() for p in job.model.parameters()]
+    with checker.nudged(job.model):
+        assert not any(torch.equal(p, q) for p, q in zip(job.model.parameters(), before, strict=True))
+        noise = run(checker, job.model, job.loss)
+    assert all(torch.equal(p, q) for p, q in zip(job.model.parameters(), before, strict=True))
+    fused = copy.deepcopy(job.model)
+    adopt(fused)
+    b = run(checker, fused, job.loss)
+    assert checker.compare(b, trace=a).verdict == "different"
+    assert checker.compare(b, trace=a, noise=noise).findings == ()
+
+
+def test_another_batch_is_said_before_all_else():
+    job = llama()
+    checker = ConsistencyChecker()
+    a = run(checker, job.model, job.loss)
+    ids = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(99))
+    b = run(checker, job.model, lambda m: m(ids, ids).loss)
+    report = checker.compare(b, trace=a)
+    assert report.given.kind == "data"
+    assert "first of all: data" in str(report)
