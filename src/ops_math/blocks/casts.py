@@ -18,6 +18,8 @@ from torch import nn
 
 from ops_math import checks, features, settings
 from ops_math.blocks.recognise import kind_of
+from ops_math.layout import copied
+from ops_math.spec import dtype_name
 
 _ROLES = ("attention", "mlp", "layer")
 _ALIGNED = 8  # elements: products are slow on operands that do not begin at a multiple of 16 bytes
@@ -114,6 +116,7 @@ def _cast_all(tensors: list[torch.Tensor], dtype: torch.dtype) -> Held:
         pieces = zip(buffer.split(sizes), sizes, tensors, strict=True)
         views = [(piece if size == t.numel() else piece[: t.numel()]).view(t.shape) for piece, size, t in pieces]
         torch._foreach_copy_(views, tensors)
+    copied(buffer, "all weights of a model", f"{dtype_name(tensors[0].dtype)} to {dtype_name(dtype)}")
     casts, start = {}, 0
     for t, view, size in zip(tensors, views, sizes, strict=True):
         casts[id(t)] = _Cast(t, t._version, view, start)

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from ops_math.blocks import mlp_products, norms, products
 from ops_math.blocks.products import Affine
 from ops_math.dispatch import apply, needs_grad, store_dtype
+from ops_math.layout import dense
 from ops_math.ops.layer_norm import op as layer_norm
 from ops_math.ops.rms_norm.op import OP as RMS_NORM
 from ops_math.rng import Rng, draws, state_for
@@ -113,7 +114,9 @@ class _Product(torch.autograd.Function):
         shift: Tensor | None, state: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.form = a.shape if heads_first else None
-        flat = a.transpose(1, 2).reshape(-1, w.shape[1]) if heads_first else a.reshape(-1, w.shape[1])
+        if heads_first:
+            a = dense(a.transpose(1, 2), "attention's output", "PyTorch's kernel wrote it heads first")
+        flat = a.reshape(-1, w.shape[1])
         narrow, w_cast = products.as_dtype(flat, rule.product), products.cast_weight(w, rule.product)
         b_cast = None if rule.bias_in_norm else products.cast_weight(b, rule.product)
         branch = F.linear(narrow, w_cast, b_cast).view(residual.shape)

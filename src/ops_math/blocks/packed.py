@@ -17,7 +17,7 @@ from ops_math import features
 from ops_math.blocks import casts
 from ops_math.blocks.products import Affine, as_dtype, bias_grad, cast_together, dtypes_of, product_dtype, products, rows, weight_grad
 from ops_math.dispatch import apply, needs_grad
-from ops_math.layout import adjoining, copied
+from ops_math.layout import adjoining, copied, dense
 from ops_math.ops.rope.op import Heads, check_packed
 from ops_math.ops.rope.op_inplace import turn_packed_
 
@@ -107,7 +107,7 @@ class _PackedProduct(torch.autograd.Function):
         cos, sin, position_ids, *saved = ctx.saved_tensors
         need_x, _, _, _, _, _, *needed = ctx.needs_input_grad
         if ctx.turned is not None:
-            dy = dy if dy.is_contiguous() else copied(dy.contiguous(), "gradient of q, k and v", "attention gave it in other strides")
+            dy = dense(dy, "gradient of q, k and v", "attention gave it in other strides")
             turn_packed_(dy, cos, sin, position_ids, ctx.turned, inverse=True)
         dx, *grads = packed_backward(ctx.options, saved, rows(dy), (need_x, *needed))
         return dx, None, None, None, None, None, *grads

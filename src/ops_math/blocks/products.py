@@ -14,6 +14,8 @@ from torch.autograd.function import once_differentiable
 from ops_math import features
 from ops_math.blocks import casts
 from ops_math.dispatch import apply, needs_grad, store_dtype
+from ops_math.layout import copied
+from ops_math.spec import dtype_name
 
 FEW = 4  # tensors; fewer are cast sooner one by one: 10 us each on the host of an H200, against 29 us for a buffer and one launch
 Affine = tuple[torch.Tensor, torch.Tensor | None]
@@ -27,15 +29,18 @@ def product_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 def as_dtype(t: Any, dtype: torch.dtype | None) -> Any:
     """The tensor in a dtype: itself where there is none, or nothing to do."""
-    return t if t is None or dtype is None or t.dtype == dtype else t.to(dtype)
+    if t is None or dtype is None or t.dtype == dtype:
+        return t
+    return copied(t.to(dtype), "an operand or gradient of a product", f"{dtype_name(t.dtype)} to {dtype_name(dtype)}")
 
 
 def cast_together(tensors: list[Any], dtype: Any) -> list[torch.Tensor]:
     """The tensors in another dtype, one after the other in one buffer, by one launch."""
     sizes = [t.numel() for t in tensors]
-    parts = tensors[0].new_empty(sum(sizes), dtype=dtype).split(sizes)
-    views = [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+    buffer = tensors[0].new_empty(sum(sizes), dtype=dtype)
+    views = [part.view(t.shape) for part, t in zip(buffer.split(sizes), tensors, strict=True)]
     torch._foreach_copy_(views, tensors)
+    copied(buffer, "weights of one block", f"{dtype_name(tensors[0].dtype)} to {dtype_name(dtype)}")
     return views
 
 
@@ -55,7 +60,7 @@ def cast_weight(t: Any, dtype: torch.dtype | None) -> Any:
     if t is None or dtype is None or t.dtype == dtype:
         return t
     found = casts.narrow(t, dtype)
-    return t.to(dtype) if found is None else found
+    return copied(t.to(dtype), "one weight", f"{dtype_name(t.dtype)} to {dtype_name(dtype)}") if found is None else found
 
 
 def rows(t: torch.Tensor) -> torch.Tensor:

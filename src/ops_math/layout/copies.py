@@ -45,6 +45,11 @@ def copied(t: torch.Tensor, what: str, reason: str) -> torch.Tensor:
     return t
 
 
+def dense(t: torch.Tensor, what: str, reason: str) -> torch.Tensor:
+    """`t.contiguous()`, noted where it copies."""
+    return t if t.is_contiguous() else copied(t.contiguous(), what, reason)
+
+
 def report() -> Report:
     """What was copied so far, the largest first."""
     rows = [Copy(what, reason, calls, size) for (what, reason), (calls, size) in _SEEN.items()]

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from ops_math.layout.copies import copied
+
 
 def as_rows(x: torch.Tensor, num_cols: int | None = None) -> torch.Tensor:
     """`x` as a matrix whose rows are its last dimension (or `num_cols` long), unit stride along a row; a copy only where no view exists."""
     rows = x.reshape(-1, x.shape[-1] if num_cols is None else num_cols) if x.numel() else x.new_empty((x.shape[:-1].numel(), x.shape[-1]))
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+    if rows.stride(1) != 1 and rows.shape[1] != 1:
+        rows = rows.contiguous()
+    if not x.is_contiguous() and rows.is_contiguous() and x.numel():
+        copied(rows, "rows of an operator's input", f"strides {x.stride()} of shape {tuple(x.shape)} are no rows")
+    return rows
 
 
 def row_pieces(rows: int, cols: int, device: torch.device, values: int = 2**17) -> list[slice]:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from ops_math import backends, settings
+from ops_math.layout import dense
 from ops_math.ops.attention import vendor
 from ops_math.ops.attention.problem import AttentionProblem, cost
 from ops_math.spec import Device
@@ -78,7 +79,7 @@ def _form(q: torch.Tensor, k: torch.Tensor) -> Form:
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, dropout_p: float) -> torch.Tensor:
     """out [B, Sq, H, D] of [B, S, H, D] tensors of one 16-bit dtype."""
     out = attend_heads(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, scale, dropout_p)
-    return out.transpose(1, 2).contiguous()
+    return dense(out.transpose(1, 2), "attention's output", "PyTorch's kernel wrote it heads first")
 
 
 def attend_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, dropout_p: float) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops_math.backends.launch import launch
+from ops_math.layout import copied
 from ops_math.ops.attention.problem import AttentionProblem, cost, gradients
 from ops_math.ops.attention.triton_gpu_bwd import _bwd_dkdv_kernel, _bwd_dq_kernel, _prepare_kernel
 from ops_math.ops.attention.triton_gpu_fwd import _fwd_kernel
@@ -212,7 +213,7 @@ def _strides(x: torch.Tensor) -> tuple[int, int, int]:
 def _unit(x: torch.Tensor) -> torch.Tensor:
     """The tensor as it lies; a copy only where the last dimension has a stride, or another one that is no multiple of 8."""
     steps = all(n == 1 or step % UNIT == 0 for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True))
-    return x if x.stride(-1) == 1 and steps else x.contiguous()
+    return x if x.stride(-1) == 1 and steps else copied(x.contiguous(), "an operand of attention", "its strides are not multiples of 8")
 
 
 def _num_tiles(p: AttentionProblem, length: int, block: int) -> int:

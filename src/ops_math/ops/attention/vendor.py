@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ops_math import features
+from ops_math.layout import copied, dense
 from ops_math.ops.attention.problem import AttentionProblem, cost, gradients
 from ops_math.spec import Device
 
@@ -139,7 +140,7 @@ def launch_fwd(
         out, lse = function(*inputs, None, True, 0.0, causal, False, scale=p.scale)[:2]
     else:
         out, lse = function(*inputs, None, True, 0.0, causal, scale=p.scale)[:2]
-    return out.transpose(1, 2).contiguous(), lse_out(lse, p)
+    return dense(out.transpose(1, 2), "attention's output", "PyTorch's kernel wrote it heads first"), lse_out(lse, p)
 
 
 def launch_bwd(
@@ -177,10 +178,12 @@ def collected(p: AttentionProblem, grads: Any, q: torch.Tensor, k: torch.Tensor,
     back = [None if g is None else g.transpose(1, 2) for g in grads[:3]]
     if not p.packed_qkv:
         needed = (p.need_dq, p.need_dk, p.need_dv)
-        return tuple(g.contiguous() if need and g is not None else q.new_empty(0) for g, need in zip(back, needed, strict=True))
+        why = "attention's gradient", "PyTorch's kernel wrote it heads first"
+        return tuple(dense(g, *why) if need and g is not None else q.new_empty(0) for g, need in zip(back, needed, strict=True))
     results, views = gradients(p, q, k, v)
     for view, g in zip(views, back, strict=True):
         view.copy_(g)
+    copied(results[0], "gradient of q, k and v as one", "PyTorch's kernels write them apart")
     return results
 
 
