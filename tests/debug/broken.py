@@ -105,8 +105,8 @@ def other_eps() -> Fault:
     ids, labels = tokens()
     a = _drawn(LlamaForCausalLM(LlamaConfig(VOCAB, WIDTH, 128, 3, 4, 2, 8, rms_norm_eps=1e-6)))
     b = copy.deepcopy(a)
-    b.model.layers[1].post_attention_layernorm.variance_epsilon = 1e-5
-    return Fault(a, b, lambda m: m(ids, labels).loss, "model.layers.1.post_attention_layernorm", "forward", "eps")
+    b.model.layers[0].input_layernorm.variance_epsilon = 1e-5
+    return Fault(a, b, lambda m: m(ids, labels).loss, "model.layers.0.input_layernorm", "forward", "eps")
 
 
 def blind_last_token() -> Fault:

@@ -83,7 +83,8 @@ def test_nothing_is_left_behind_after_a_trace_or_an_exception_in_one():
             job.loss(job.model)
             raise ZeroDivisionError
 
-    pytest.raises(ZeroDivisionError, fails)
+    with pytest.raises(ZeroDivisionError):
+        fails()
     trace = traces[0]
     assert nn.Module.__call__ is plain
     assert {name: (set(vars(m)), m.__dict__["_forward_hooks"]) for name, m in job.model.named_modules()} == before

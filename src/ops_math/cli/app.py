@@ -22,6 +22,8 @@ COMMANDS = {
     "calibrate": "ops_math.cli.calibrate:calibrate",
     "explain": "ops_math.cli.explain:explain",
     "bench": "ops_math.cli.bench.command:bench",
+    "compare": "ops_math.cli.compare:compare",
+    "replay": "ops_math.cli.compare:replay",
 }
 # What a user can mend. Anything else is a fault of ours and keeps its traceback.
 USER_ERRORS = (ArgumentError, UnsupportedError, OSError, torch.OutOfMemoryError)

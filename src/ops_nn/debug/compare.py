@@ -65,9 +65,12 @@ class Comparison:
         self.structure = structure(a, b)
         self.floors = floors or {}
         self.differences = {key: self._difference(key) for key in a.records if key in b.records}
-        if not any(key.direction in RESULTS for key in self.differences):
+        shared, fewest = len(a.modules.keys() & b.modules.keys()), min(len(a.modules), len(b.modules))
+        if not any(key.direction in RESULTS for key in self.differences) or 2 * shared < fewest:
             first = self.structure[0] if self.structure else "no result was seen in both"
-            raise om.UnsupportedError(f"compare: the traces have nothing in common: {first}. Trace the same model twice.")
+            raise om.UnsupportedError(
+                f"compare: the traces are of different models; what differs first: {first}. Trace the same model twice."
+            )
         self.missing = self._missing()
         self._of_call: dict[tuple[str, int, str], list[Key]] = {}
         for key in self.differences:
@@ -79,7 +82,8 @@ class Comparison:
         self.rows = self._rows()
 
     def _difference(self, key: Key) -> Difference:
-        found = difference(self.a.records[key], self.b.records[key], self.precision)
+        alike = self.a.autocast if self.a.autocast == self.b.autocast else ""
+        found = difference(self.a.records[key], self.b.records[key], self.precision, alike)
         return found._replace(limit=max(found.limit, FLOOR_FACTOR * self.floors.get(key, 0.0)))
 
     def worst(self, module: str, call: int, *directions: str) -> float | None:
@@ -243,10 +247,18 @@ class Comparison:
     def _rows(self) -> list[Row]:
         """Every tensor with its verdict: an error that was inherited from within rounding is within rounding."""
         guilty = {c.key for c in self.culprits}
+        fed_alike = all(
+            found.l2 <= found.limit
+            for call in self.a.calls
+            if call.parent < 0
+            for key in self._of_call.get((call.module, call.number, INPUT), ())
+            for found in (self.differences[key],)
+        )
         earliest = min((self.a.records[k].order for k in guilty if k.direction == FORWARD), default=math.inf)
         rows = []
         for key, found in sorted(self.differences.items(), key=lambda item: self.a.records[item[0]].order):
-            clean = not guilty or (key.direction in (INPUT, FORWARD) and self.a.records[key].order < earliest)
+            before = not guilty or (key.direction in (INPUT, FORWARD) and self.a.records[key].order < earliest)
+            clean = before and fed_alike and math.isfinite(found.l2)
             if found.bitwise:
                 verdict = BITWISE
             elif key not in guilty and (found.l2 <= found.limit or (clean and key.direction != PARAMETER)):

@@ -109,7 +109,9 @@ def _run_alone(module: nn.Module, entry: _Entry, change: Callable[[Tensor], Tens
     before = _random_state()
     _put_random_state(entry.random)
     try:
-        args, kwargs = trees.changed(entry.args, change), trees.changed(entry.kwargs, change)
+        leaves, named = trees.changed(entry.args, change), trees.changed(entry.kwargs, change)
+        # Modules may write to what they are given, which autograd forbids for leaves.
+        args, kwargs = trees.changed(leaves, torch.clone), trees.changed(named, torch.clone)
         device, enabled, dtype = entry.autocast
         with torch.set_grad_enabled(entry.grad_mode), torch.autocast(device, dtype, enabled=enabled and autocast):
             found = module(*args, **kwargs)
@@ -117,7 +119,7 @@ def _run_alone(module: nn.Module, entry: _Entry, change: Callable[[Tensor], Tens
         drew = not torch.equal(_random_state()[0], entry.random[0]) or any(
             not torch.equal(x, y) for x, y in zip(_random_state()[1], entry.random[1], strict=True)
         )
-        inputs = {leaf.name: leaf.carrier for leaf in trees.arguments(args, kwargs) if leaf.carrier.requires_grad}
+        inputs = {leaf.name: leaf.carrier for leaf in trees.arguments(leaves, named) if leaf.carrier.requires_grad}
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         pairs = [(results[n][0], g) for n, g in entry.gradients.items() if n in results and results[n][0].requires_grad]
         sources = [*inputs.values(), *parameters.values()]
@@ -232,6 +234,9 @@ def lockstep(model_a: nn.Module, model_b: nn.Module, step: Callable[[nn.Module],
     writer = _Writer(model_a, model_b)
     others = names.layout(model_b).places
     for entry in capture.entries:
+        if entry.autocast[1]:
+            for trace in writer.traces:
+                trace.autocast = str(entry.autocast[2]).removeprefix("torch.")
         place = others.get(entry.call.module)
         for trace in writer.traces:
             trace.calls.append(entry.call)

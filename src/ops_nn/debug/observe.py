@@ -140,6 +140,7 @@ class Observer:
         self.ends = self.bytes = 0
         self.notes: dict[str, None] = {}
         self.active = True
+        self.device = next((p.device.type for p in model.parameters()), "cpu")
         self._describe(model)
 
     def _describe(self, model: nn.Module) -> None:
@@ -268,6 +269,8 @@ class Observer:
         tensors = list(trees.arguments(args, kwargs))
         index = -1
         if not again:
+            if torch.is_autocast_enabled(self.device):
+                self.trace.autocast = str(torch.get_autocast_dtype(self.device)).removeprefix("torch.")
             index = len(self.trace.calls)
             if self.trace.mode == FULL:
                 self.trace.arguments[f"{path}#{number}"] = recipe.arguments(args, kwargs)

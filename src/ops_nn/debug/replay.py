@@ -155,7 +155,7 @@ def _made(plan: dict[str, Any], call: dict[str, Any], tensors: dict[str, Tensor]
     if exact:
         module = module.double()
     inputs = {name: _input(t, torch.float64 if exact else t.dtype) for name, t in _part(tensors, "a", INPUT).items()}
-    args, kwargs = recipe.call_of(call, inputs)
+    args, kwargs = recipe.call_of(call, {name: t.clone() for name, t in inputs.items()})
     results = {leaf.name: leaf.carrier for leaf in trees.leaves(module(*args, **kwargs))}
     found = {f"{FORWARD}/{name}": y.detach() for name, y in results.items()}
     gradients = _part(tensors, "a", OUTPUT_GRADIENT)

@@ -84,6 +84,7 @@ class Trace:
         model: dotted class name.
         modules: for each shared name the module's facts, its other names and, in full mode, how to build it.
         arguments: in full mode how each call was made, by `module#number`, with names in the place of tensors.
+        autocast: dtype of autocast, empty where it was off.
         ties: parameters that are one with another, by full name.
         calls: every observed call, in the order of their starts.
         records: figures, and in full mode tensors, by `Key`.
@@ -96,6 +97,7 @@ class Trace:
         self.modules: dict[str, dict[str, Any]] = {}
         self.ties: dict[str, str] = {}
         self.arguments: dict[str, Any] = {}
+        self.autocast = ""
         self.calls: list[Call] = []
         self.records: dict[Key, Record] = {}
         self.notes: list[str] = []
@@ -165,6 +167,7 @@ class Trace:
             "modules": self.modules,
             "ties": self.ties,
             "arguments": self.arguments,
+            "autocast": self.autocast,
             "notes": self.notes,
             "calls": self.calls,
             "kept": sum(record.tensor is not None for record in self.records.values()),
@@ -182,7 +185,7 @@ def _plain_figures(figures: Figures) -> list[Any]:
 def _of_index(fields: dict[str, Any], tensors: dict[str, Tensor], damaged: list[str]) -> Trace:
     trace = Trace(fields["mode"], fields["model"])
     trace.modules, trace.ties, trace.versions = fields["modules"], fields["ties"], fields["versions"]
-    trace.notes, trace.arguments = list(fields["notes"]), fields["arguments"]
+    trace.notes, trace.arguments, trace.autocast = list(fields["notes"]), fields["arguments"], fields["autocast"]
     trace.calls = [Call(*call) for call in fields["calls"]]
     for module, call, direction, name, mark, l2, top, nans, infinities, sketch, samples, shape, stride, dtype, order in fields["records"]:
         key = Key(module, call, direction, name)

@@ -56,9 +56,18 @@ def wider(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     return min(a, b, key=lambda d: UNIT.get(d, 0.0))
 
 
-def difference(a: Record, b: Record, precision: float) -> Difference:
-    """How far B's tensor is from A's."""
-    most = limit(wider(a.torch_dtype, b.torch_dtype), precision)
+def difference(a: Record, b: Record, precision: float, autocast: str = "") -> Difference:
+    """How far B's tensor is from A's.
+
+    Args:
+        a, b: the records.
+        precision: as `ConsistencyChecker` takes it.
+        autocast: the dtype in which both runs computed under autocast, which rounds values that are stored in fp32 too.
+    """
+    dtypes = [a.torch_dtype, b.torch_dtype]
+    most = limit(wider(*dtypes), precision)
+    if autocast and torch.float32 in dtypes and all(d in UNIT for d in dtypes):
+        most = max(most, limit(getattr(torch, autocast), precision))
     if a.shape != b.shape:
         return Difference(False, math.inf, math.inf, most, True)
     if a.dtype == b.dtype and a.figures.fingerprint == b.figures.fingerprint:
