@@ -7,7 +7,10 @@ import math
 import pytest
 import torch
 
-from ops_nn.debug.figures import LENGTH, SIGNS, WORDS, Figures, measure, unpack
+from ops_nn.debug import figures as module
+from ops_nn.debug.figures import CHUNK, LENGTH, WIDTHS, Figures, measure, unpack
+
+WORDS = WIDTHS[0]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool)
 
@@ -51,8 +54,9 @@ def test_the_place_counts_wherever_rows_of_words_begin():
         y = x.clone()
         y[5], y[5 + far] = x[5 + far], x[5]
         seen.add(figures(y).fingerprint)
-    seen.add(figures(x.roll(2 * WORDS)).fingerprint)
-    assert len(seen) == 8
+    seen.update(figures(x.roll(n)).fingerprint for n in (1, WIDTHS[1], WORDS))
+    seen.add(figures(x.view(-1, 64).t()).fingerprint)
+    assert len(seen) == 11
 
 
 def test_two_signs_that_flip_in_the_highest_bits_do_not_cancel():
@@ -66,6 +70,16 @@ def test_two_signs_that_flip_in_the_highest_bits_do_not_cancel():
     assert figures(x).fingerprint not in seen
 
 
+def test_what_is_done_on_a_device_that_must_not_be_waited_for_is_the_same(monkeypatch):
+    x = drawn(40 * WORDS + 5)
+    x[7] = math.nan
+    for t in (x, drawn(5000), drawn(70, torch.bfloat16)):
+        expected = figures(t)
+        monkeypatch.setattr(module, "_may_wait", lambda device: False)
+        assert figures(t)._replace(samples=()) == expected._replace(samples=())
+        monkeypatch.undo()
+
+
 def test_strides_and_offsets_do_not_count_and_the_values_do():
     x = drawn(30 * 40).view(30, 40)
     assert figures(x.t().contiguous().t()) == figures(x)
@@ -73,7 +87,7 @@ def test_strides_and_offsets_do_not_count_and_the_values_do():
     assert figures(x.t()).fingerprint != figures(x).fingerprint
 
 
-@pytest.mark.parametrize("count", [7, 64, 1000, SIGNS - 1, SIGNS, 2 * SIGNS + 77])
+@pytest.mark.parametrize("count", [7, 64, 1000, WORDS - 1, WORDS, 5 * WORDS + 77, CHUNK * WORDS, (2 * CHUNK + 3) * WORDS + 1])
 def test_the_distance_is_that_of_the_tensors_to_a_third(count):
     x, noise = drawn(count), torch.randn(count, generator=torch.Generator().manual_seed(1))
     for y in (x + 1e-4 * noise, torch.cat([x[:-3], x[-3:] + 0.1 * noise[-3:]])):

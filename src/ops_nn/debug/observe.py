@@ -236,7 +236,7 @@ class Observer:
             old = known.tensor()
             if old is not None and known.version == _version(t) and _same_view(old, t):
                 return known.row, known.kept
-        row, kept = measure(t), None
+        row, kept = measure(t, brief=key.direction == PARAMETER and self.trace.mode != FULL), None
         if self.trace.mode == FULL:
             if self.bytes + t.nbytes <= self.limit:
                 self.bytes += t.nbytes
