@@ -104,7 +104,15 @@ def test_what_is_not_finite_is_counted_and_does_not_hide_the_rest():
     assert 0 < found.distance(figures(torch.tensor([3.0, -4.5, math.nan, math.inf, -math.inf, math.nan]))) < 1
 
 
-@pytest.mark.parametrize("t", [torch.empty(0), torch.empty(3, 0), torch.tensor(2.5), torch.randn(3, dtype=torch.complex64)], ids=str)
+ODD = {
+    "empty": torch.empty(0),
+    "no columns": torch.empty(3, 0),
+    "a number": torch.tensor(2.5),
+    "complex": torch.tensor([1.0 - 2.0j, 0.5j, -3.0 + 0j]),
+}
+
+
+@pytest.mark.parametrize("t", ODD.values(), ids=ODD)
 def test_odd_tensors_have_figures_too(t):
     assert measure(t).shape == (LENGTH,)
     assert figures(t) == figures(t.clone())
