@@ -78,6 +78,55 @@ def test_an_adopted_model_is_within_rounding_of_the_plain_one(name, dtype):
     assert report.counts["within rounding"] > 5
 
 
+@pytest.mark.parametrize("mode", ["light", "full"])
+@pytest.mark.parametrize("how", ["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize("name", ["our BERT", "TransformerEncoder, norm first", "TransformerEncoder, norm last, padded", "our Llama, tied"])
+def test_nobody_is_accused_with_small_weights_or_large_ones(name, how, mode):
+    # Small: a norm's input gradient cancels. Large, autocast: BERT's stream and its narrow copy each have a gradient.
+    for std in (0.02, 0.2):
+        job = JOBS[name]()
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for key, p in job.model.named_parameters():
+                p.normal_(0.0, std, generator=generator)
+                if "norm" in key.lower() and key.endswith("weight"):
+                    p.add_(1.0)
+        model = job.model.bfloat16() if how == "bf16" else job.model
+        fused = copy.deepcopy(model)
+        adopt(fused)
+
+        def step(m, job=job):
+            with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+                return job.loss(m)
+
+        checker = ConsistencyChecker(mode=mode, observe="all", dump_on_failure=False)
+        report = checker.compare(run(checker, fused, step), trace=run(checker, model, step))
+        assert report.findings == (), str(report)
+        assert "parameter gradient" in {row.key.direction for row in report.rows if row.verdict == "within rounding"}
+
+
+@pytest.mark.parametrize("defect", ["value", "gradient"])
+@pytest.mark.parametrize(
+    "where", ["model.layers.0.mlp", "model.layers.1.self_attn.o_proj", "model.layers.2.post_attention_layernorm", "lm_head"]
+)
+def test_a_thousandth_too_much_is_located_whatever_the_module(where, defect):
+    job = llama(tied=False)
+    b = copy.deepcopy(job.model)
+    where = f"model.{where}"
+    module = b.get_submodule(where)
+    if defect == "value":
+        module.register_forward_hook(lambda m, args, result: result * 1.001)
+    else:
+        module.register_full_backward_hook(lambda m, grads, given: tuple(g * 1.001 for g in grads))
+    checker = ConsistencyChecker(mode="full", dump_on_failure=False)
+    report = checker.compare(run(checker, b, job.loss), trace=run(checker, job.model, job.loss))
+    assert report.first.module == where, str(report)
+    assert report.first.direction == ("forward" if defect == "value" else "input gradient")
+    if defect == "value" or "post" not in where:  # that one shares its tensor with the residual sum, whose gradient is right
+        assert (report.first.cause.kind, "1.001 times" in report.first.cause.words) == ("factor", True)
+    assert [f.module for f in report.findings] == [where]
+
+
 def test_the_same_run_twice_is_bitwise():
     job = llama()
     checker = ConsistencyChecker(mode="full")

@@ -161,7 +161,7 @@ class Comparison:
         for call in sorted(self.a.calls, key=lambda c: -c.end):
             for key in self._of_call.get((call.module, call.number, INPUT_GRADIENT), ()):
                 given = self._given_backward(key)
-                if given is not None and _unexplained(self.differences[key], given):
+                if given is not None and _unexplained(self.differences[key], given) and not self._vanishes(key):
                     found.append(Culprit(key, self.differences[key], given))
         for key in self._gradients_of_one(INPUT_GRADIENT):
             given = self._given_backward(key)
@@ -180,6 +180,22 @@ class Comparison:
                 found.append(Culprit(key, LOST, given))
         found = [c for c in found if "." not in c.key.name or not any(_holds(c.key.module, o.key.module) for o in found)]
         return sorted(found, key=lambda c: (-self._last_end(c.key.module), DIRECTIONS.index(c.key.direction)))
+
+    def _vanishes(self, key: Key) -> bool:
+        """Whether an input's gradient is what is left of a sum that cancels: its error is rounding beside the summands.
+
+        They are of the size of the output's gradient times the module's gain, |output| / |input|. So is a norm's input gradient where the
+        output's gradient points along the output, as under a loss that is a function of its length.
+        """
+        size = self._size(key.module, key.call, OUTPUT_GRADIENT) * self._size(key.module, key.call, FORWARD)
+        record, given = self.a.records[key], self.a.records.get(key._replace(direction=INPUT))
+        if given is None or not given.figures.l2:
+            return False
+        found = self.differences[key]
+        return found.l2 * record.figures.l2 <= found.limit * size / given.figures.l2
+
+    def _size(self, module: str, call: int, direction: str) -> float:
+        return max((self.a.records[key].figures.l2 for key in self._of_call.get((module, call, direction), ())), default=0.0)
 
     def _cancels(self, key: Key) -> bool:
         """Whether a bias's or norm's gradient is a sum that cancels: its error is rounding beside the gradients next to it.

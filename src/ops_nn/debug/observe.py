@@ -136,6 +136,7 @@ class Observer:
         self.counts: dict[str, int] = {}
         self.again: dict[str, int] = {}
         self.pending: list[_Pending] = []
+        self.halves: dict[Key, Tensor] = {}
         self.seen: dict[int, _Seen] = {}
         self.ends = self.bytes = 0
         self.notes: dict[str, None] = {}
@@ -179,10 +180,10 @@ class Observer:
     def stop(self) -> None:
         """Cease to watch."""
         remove()
-        self.active = False
 
     def finish(self) -> None:
         """Read the parameters' gradients, fetch all figures and fill the trace."""
+        self.active = False
         if self.gradients:
             found = False
             for (path, name), value in names.tensors_of(self.layout).items():
@@ -191,6 +192,9 @@ class Observer:
                     self.see(Key(path, 0, PARAMETER_GRADIENT, name), value.grad)
             if not found and any(p.key.direction == OUTPUT_GRADIENT for p in self.pending):
                 self.note("no parameter held a gradient when the trace ended: end it before optimizer.zero_grad()")
+        for key, gradient in self.halves.items():  # only one of the two copies was used
+            self.see(key, gradient, lasting=False)
+        self.halves.clear()
         self._collect()
         self.trace.notes += list(self.notes)
         self.seen.clear()
@@ -214,8 +218,6 @@ class Observer:
 
     def see(self, key: Key, t: Tensor, lasting: bool = True) -> None:
         """Take the figures of a tensor, and in full mode a copy; `lasting` says that others may be given the same tensor."""
-        if not self.active and key.direction != PARAMETER_GRADIENT:
-            return
         given, t = t, _local(t.detach())
         if not _seen_whole(t):
             self.note(f"{key}: a {t.layout} tensor on {t.device} is not looked into")
@@ -299,9 +301,28 @@ class Observer:
         """Read the gradients when they arrive."""
         if not self.gradients or not torch.is_grad_enabled():
             return
-        for name, carrier, _ in tensors:
-            if carrier.requires_grad and (carrier.is_floating_point() or carrier.is_complex()):
-                carrier.register_hook(self._reader(Key(path, number, direction, name)))
+        for name, carrier, _, also in tensors:
+            key = Key(path, number, direction, name)
+            if carrier.requires_grad and also is not None and also.requires_grad:
+                for part in (carrier, also):
+                    part.register_hook(self._part_reader(key))
+            elif carrier.requires_grad and (carrier.is_floating_point() or carrier.is_complex()):
+                carrier.register_hook(self._reader(key))
+
+    def _part_reader(self, key: Key) -> Any:
+        """One of the two gradients that a tensor and its narrow copy get."""
+
+        def read(gradient: Tensor) -> None:
+            if not self.active:
+                return
+            other = self.halves.pop(key, None)
+            if other is None:
+                self.halves[key] = gradient.detach()
+            else:
+                wide = torch.promote_types(other.dtype, gradient.dtype)
+                self.see(key, other.to(wide) + gradient.detach().to(wide), lasting=False)
+
+        return read
 
     def _reader(self, key: Key) -> Any:
         def read(gradient: Tensor) -> None:

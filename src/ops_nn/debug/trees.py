@@ -13,11 +13,13 @@ import ops_math as om
 
 
 class Leaf(NamedTuple):
-    """A tensor in an argument or result. `carrier` is where its gradient arrives; `value` the tensor that is meant."""
+    """A tensor in an argument or result. `carrier` is where its gradient arrives, `also` where another part of it does; `value` gives the
+    tensor that is meant."""
 
     name: str
     carrier: Tensor
     value: Callable[[], Tensor]
+    also: Tensor | None = None
 
 
 def _joined(prefix: str, name: object) -> str:
@@ -34,7 +36,8 @@ def leaves(value: Any, prefix: str = "") -> Iterator[Leaf]:
         x, branch = value
         yield Leaf(prefix, branch if branch.requires_grad else x, lambda: x.detach() + branch.detach())
     elif isinstance(value, om.Narrowed):
-        yield from leaves(value.x, prefix)
+        wide, narrow = value
+        yield Leaf(prefix, wide, lambda: wide, narrow)
     elif isinstance(value, Tensor):
         yield Leaf(prefix, value, lambda: value)
     else:
