@@ -112,7 +112,6 @@ def test_nobody_is_accused_with_small_weights_or_large_ones(name, how, mode):
 def test_a_thousandth_too_much_is_located_whatever_the_module(where, defect):
     job = llama(tied=False)
     b = copy.deepcopy(job.model)
-    where = f"model.{where}"
     module = b.get_submodule(where)
     if defect == "value":
         module.register_forward_hook(lambda m, args, result: result * 1.001)
