@@ -19,6 +19,7 @@ CHECKERS = {
     "light": ConsistencyChecker(),
     "light, all modules": ConsistencyChecker(observe="all"),
     "full": ConsistencyChecker(mode="full"),
+    "light, operators": ConsistencyChecker(observe="operators"),
 }
 
 

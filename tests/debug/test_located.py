@@ -180,3 +180,15 @@ def test_another_batch_is_said_before_all_else():
     report = checker.compare(b, trace=a)
     assert report.given.kind == "data"
     assert "first of all: data" in str(report)
+
+
+def test_inside_a_fused_layer_the_operator_is_named_on_demand():
+    job = llama()
+    adopt(job.model)
+    b = copy.deepcopy(job.model)
+    b.model.layers[1].post_attention_layernorm.variance_epsilon = 1e-3
+    checker = ConsistencyChecker(observe="operators", dump_on_failure=False)
+    report = checker.compare(run(checker, b, job.loss), trace=run(checker, job.model, job.loss))
+    assert (report.first.module, report.first.direction) == ("model.layers.1", "forward"), str(report)
+    assert report.first.key.name == "rms_norm 2.0", str(report)  # the first is input_layernorm's
+    assert str(report.first.cause) == "eps: post_attention_layernorm.variance_epsilon is 1e-05 in A and 0.001 in B"

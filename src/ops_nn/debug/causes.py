@@ -48,12 +48,18 @@ class _Case(NamedTuple):
         return self.culprit.key.module
 
     def facts(self) -> Iterator[tuple[str, Any, Any]]:
-        """Facts of the module that differ: name, in A, in B."""
-        own, other = (t.modules.get(self.module, {}).get("facts", {}) for t in self.traces)
-        for name in dict.fromkeys((*own, *other)):
-            x, y = own.get(name, "absent"), other.get(name, "absent")
-            if x != y:
-                yield name, x, y
+        """Facts of the module that differ, and of those inside it that a fused run does not call: name, in A, in B."""
+        called = [{call.module for call in t.calls} for t in self.traces]
+        for path in self.traces[0].modules:
+            inside = path.startswith(f"{self.module}." if self.module else "") and path not in called[0] & called[1]
+            if path != self.module and not inside:
+                continue
+            own, other = (t.modules.get(path, {}).get("facts", {}) for t in self.traces)
+            prefix = "" if path == self.module else f"{path.removeprefix(self.module).strip('.')}."
+            for name in dict.fromkeys((*own, *other)):
+                x, y = own.get(name, "absent"), other.get(name, "absent")
+                if x != y:
+                    yield prefix + name, x, y
 
     def tensors(self) -> tuple[Tensor, Tensor] | None:
         """Both tensors, where they were kept."""
@@ -136,7 +142,7 @@ def _attribute(case: _Case) -> Cause | None:
             return Cause("rotary", words)
         if name == "approximate" or "act" in last.split("_"):
             return Cause("approximation", words)
-        if name not in ("class", "forward") and not name.endswith(" is"):
+        if last not in ("class", "forward") and not name.endswith(" is"):
             return Cause("setting", words)
     return None
 

@@ -20,7 +20,7 @@ from ops_nn.debug.report import Report
 from ops_nn.debug.trace import Key, Trace
 
 LIGHT = "light"
-BLOCKS, ALL = "blocks", "all"
+BLOCKS, ALL, OPERATORS = "blocks", "all", "operators"
 _WHERE = "ConsistencyChecker"
 
 
@@ -34,7 +34,8 @@ class ConsistencyChecker:
         dump_on_failure: write the first culprit's call to a file for `ops-math replay`, where tensors were kept.
         folder: for those files; by default one of its own below the system's folder for temporary files.
         mode: `light` keeps a fingerprint of 128 bits, sizes, counts and samples of each tensor; `full` keeps the tensors too, on the CPU.
-        observe: `blocks` (the model, its blocks and what stands beside them), `all` modules; None for blocks in light mode, else all.
+        observe: `blocks` (the model, its blocks and what stands beside them), `all` modules, or `operators`: all
+            modules and what each fused operator inside them returned, which is slow; None for blocks in light mode, else all.
         limit_bytes: of tensors that a full trace keeps [B].
 
     Raises:
@@ -52,12 +53,13 @@ class ConsistencyChecker:
         limit_bytes: int = 4 * 2**30,
     ) -> None:
         _one_of("mode", mode, (LIGHT, FULL))
-        _one_of("observe", observe, (None, BLOCKS, ALL))
+        _one_of("observe", observe, (None, BLOCKS, ALL, OPERATORS))
         if not precision > 0:
             raise om.ArgumentError(f"{_WHERE}: precision must be above 0; got {precision}. Pass 1e-6, or more to let more pass.")
         self.precision, self.check_gradients, self.dump_on_failure = precision, check_gradients, dump_on_failure
         self.mode, self.limit_bytes = mode, limit_bytes
-        self.every_module = observe == ALL or (observe is None and mode == FULL)
+        self.operators = observe == OPERATORS
+        self.every_module = observe in (ALL, OPERATORS) or (observe is None and mode == FULL)
         self._folder = None if folder is None else Path(folder)
         self.last: Trace | None = None
 
@@ -80,7 +82,7 @@ class ConsistencyChecker:
         trace = Trace(self.mode, names.class_name(model))
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         trace.versions["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        observer = Observer(trace, model, self.check_gradients, self.every_module, self.limit_bytes)
+        observer = Observer(trace, model, self.check_gradients, self.every_module, self.limit_bytes, self.operators)
         observer.start()
         try:
             yield trace

@@ -139,7 +139,8 @@ class Comparison:
         bad = [key for key in self._of_call.get(where, ()) if _unexplained(self.differences[key], had)]
         if not bad:
             return None
-        key = max(self._of_call.get((call.module, call.number, FORWARD), bad), key=lambda k: self.differences[k].l2)
+        own = [key for key in self._of_call.get((call.module, call.number, FORWARD), ()) if _unexplained(self.differences[key], had)]
+        key = min(own or bad, key=lambda k: self.a.records[k].order)  # an operator inside is seen before the module's result
         return Culprit(key, self.differences[key], had)
 
     def _innermost(self, found: list[Culprit]) -> list[Culprit]:

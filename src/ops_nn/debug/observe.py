@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import ops_math as om
 from ops_nn.debug import names, recipe, trees
 from ops_nn.debug.figures import measure, unpack
+from ops_nn.debug.operators import Operators
 from ops_nn.debug.trace import (
     FORWARD,
     INPUT,
@@ -128,7 +129,7 @@ def _seen_whole(t: Tensor) -> bool:
 class Observer:
     """What stands behind `checker.trace(model)`."""
 
-    def __init__(self, trace: Trace, model: nn.Module, gradients: bool, every_module: bool, limit_bytes: int) -> None:
+    def __init__(self, trace: Trace, model: nn.Module, gradients: bool, every_module: bool, limit_bytes: int, operators: bool) -> None:
         self.trace, self.gradients, self.limit = trace, gradients, limit_bytes
         self.layout = names.layout(model)
         chosen = self.layout.places if every_module else _blocks(self.layout)
@@ -141,6 +142,7 @@ class Observer:
         self.ends = self.bytes = 0
         self.notes: dict[str, None] = {}
         self.active = True
+        self.operators = Operators(self._operator) if operators else None
         self.device = next((p.device.type for p in model.parameters()), "cpu")
         self._describe(model)
 
@@ -176,9 +178,13 @@ class Observer:
         for (path, name), value in names.tensors_of(self.layout).items():
             self.see(Key(path, 0, PARAMETER, name), value)
         install(self)
+        if self.operators is not None:
+            self.operators.__enter__()
 
     def stop(self) -> None:
         """Cease to watch."""
+        if self.operators is not None:
+            self.operators.__exit__(None, None, None)
         remove()
 
     def finish(self) -> None:
@@ -292,6 +298,17 @@ class Observer:
             self._see_all(path, number, FORWARD, results)
         self._hooks(path, number, OUTPUT_GRADIENT, results)
         return result
+
+    def _operator(self, operator: str, result: Any) -> None:
+        """Take the figures of what an operator returned in the call that is open; not of one that is recomputed."""
+        if not _TAPE.open or in_backward():
+            return
+        call = self.trace.calls[_TAPE.open[-1]]
+        place = f"{call.module}#{call.number}#{operator}"
+        count = self.counts[place] = self.counts.get(place, 0) + 1
+        for leaf in trees.leaves(result, f"{operator} {count}"):
+            if leaf.carrier.numel():  # a result that was not asked for is empty
+                self.see(Key(call.module, call.number, FORWARD, leaf.name), leaf.carrier, lasting=False)
 
     def _see_all(self, path: str, number: int, direction: str, tensors: Iterable[trees.Leaf]) -> None:
         for leaf in tensors:
