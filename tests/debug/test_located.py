@@ -155,6 +155,18 @@ def test_modules_that_share_an_input_are_told_apart_in_lockstep_and_named_togeth
     assert [(f.module, f.direction) for f in alone.findings] == [("model.layers.1.self_attn.v_proj", "input gradient")]
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_a_module_that_returns_what_it_was_given_excuses_nobody(name):
+    job = JOBS["our BERT"]()  # its dropout of nothing stands before the first projections
+    b = copy.deepcopy(job.model)
+    where = f"bert.encoder.layer.0.attention.self.{name}"
+    b.get_submodule(where).register_full_backward_hook(lambda m, grads, given: tuple(g * 1.001 for g in grads))
+    checker = ConsistencyChecker(mode="full", dump_on_failure=False)
+    report = checker.compare(run(checker, b, job.loss), trace=run(checker, job.model, job.loss))
+    assert where in (report.first.module, *report.first.tied), str(report)
+    assert report.first.direction == "input gradient"
+
+
 def test_what_moves_as_much_when_a_weight_moves_by_a_unit_is_rounding():
     job = llama()
     checker = ConsistencyChecker(precision=1e-9, mode="full")

@@ -107,12 +107,17 @@ class Comparison:
         return found
 
     def _shared_inputs(self) -> dict[Key, list[tuple[str, int]]]:
-        """For each input's key, the calls of A that were given the same tensor."""
+        """For each input's key, the calls of A that were given the same tensor.
+
+        Not those that return what they were given, as dropout of nothing does: their output's gradient is that very sum over the others.
+        """
+        returned = {(k.module, k.call, r.figures.fingerprint) for k, r in self.a.records.items() if k.direction == FORWARD}
         users: dict[tuple[str, tuple[int, ...]], list[tuple[str, int]]] = {}
-        keys = [key for key in self.a.records if key.direction == INPUT]
-        for key in keys:
-            users.setdefault((self.a.records[key].figures.fingerprint, self.a.records[key].shape), []).append((key.module, key.call))
-        return {key: users[self.a.records[key].figures.fingerprint, self.a.records[key].shape] for key in keys}
+        keys = {key: (r.figures.fingerprint, r.shape) for key, r in self.a.records.items() if key.direction == INPUT}
+        for key, tensor in keys.items():
+            if (key.module, key.call, tensor[0]) not in returned:
+                users.setdefault(tensor, []).append((key.module, key.call))
+        return {key: users.get(tensor, []) for key, tensor in keys.items()}
 
     def _forward(self) -> list[Culprit]:
         """Modules whose results are not explained by what they had: their inputs, and what the modules inside them returned.
@@ -234,7 +239,7 @@ class Comparison:
 
     def _given_backward(self, key: Key) -> float | None:
         """The largest error of what an input's gradient is made of."""
-        users = self._sharing.get(key._replace(direction=INPUT), [(key.module, key.call)])
+        users = [*self._sharing.get(key._replace(direction=INPUT), ()), (key.module, key.call)]
         gradients = [self.worst(module, call, OUTPUT_GRADIENT) for module, call in users]
         if self.worst(key.module, key.call, OUTPUT_GRADIENT) is None:
             return None
