@@ -33,10 +33,10 @@ demo: env
 	@echo "The report: $(CURDIR)/build/demo/report.html"
 
 test: lint types
-	$(TESTS) -m "not gpu" -n 2
+	$(TESTS) -m "not gpu" -n 2 --dist worksteal
 
 fast: env
-	$(TESTS) -m "not gpu and not slow and not interpreter" -n 2 -q
+	$(TESTS) -m "not gpu and not slow and not interpreter" -n 2 --dist worksteal -q
 
 gpu: env
 	$(VENV)/bin/python -m pytest -m gpu
