@@ -138,14 +138,6 @@ def test_the_advice_is_what_fits(free: int, compare: bool, said: str) -> None:
     assert capacity.advice(used, needed, free) == said
 
 
-@pytest.mark.parametrize(("share", "fits"), [(1.9, False), (2.1, True)])
-def test_two_runs_go_side_by_side_only_where_both_fit(monkeypatch: pytest.MonkeyPatch, share: float, fits: bool) -> None:
-    used = fixtures.config(compare=True)
-    alone = capacity.need(fixtures.config()).total(used.batch)
-    monkeypatch.setattr(capacity, "available", lambda device: int(share * alone))
-    assert capacity.room_for_two(used) is fits
-
-
 def test_a_run_that_cannot_fit_on_the_cpu_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "available", lambda device: 100 * 2**20)
     used = fixtures.config(model="llama-tiny", batch=4, seq=256, compare=True)

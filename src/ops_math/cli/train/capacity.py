@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -98,14 +97,6 @@ def check(config: TrainConfig) -> None:
     least = needed.total(config.batch) if config.compare else needed.fixed + needed.per_sequence * config.batch // SURELY_SAVED
     if least > free:
         refuse(config, needed, free, f"it needs about {gib(least)} and {gib(free)} are available")
-
-
-def room_for_two(config: TrainConfig) -> bool:
-    """Whether two single runs fit side by side on the CPU. On a GPU nobody knows what else will be asked of its memory."""
-    if config.torch_device.type != "cpu":
-        return False
-    alone = need(dataclasses.replace(config, compare=False))
-    return 2 * alone.total(config.batch) <= available(config.torch_device)
 
 
 def refuse(config: TrainConfig, needed: Need, free: int, what: str) -> NoReturn:

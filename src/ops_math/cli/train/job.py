@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -148,11 +147,7 @@ def _release(training: Session) -> dict[str, tuple[list[float], list[float]]]:
 
 
 def _untimed(training: Session, display: Display, stop: Stop) -> tuple[list[float], dict[str, Measurement]]:
-    """What needs no quiet machine: noise floor and memory, side by side where the memory of two runs is there."""
-    if training.config.compare and capacity.room_for_two(training.config):
-        with ThreadPoolExecutor(max_workers=1) as beside:
-            measuring = beside.submit(_measure, training, display, stop)
-            return _noise_floor(training, display, stop), measuring.result()
+    """Noise floor and memory, one after the other: side by side their threads take turns waiting, and both take three times as long."""
     return _noise_floor(training, display, stop), _measure(training, display, stop)
 
 

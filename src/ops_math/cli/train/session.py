@@ -15,7 +15,7 @@ from ops_math.cli.train.config import COMMAND, COMPILED, PLAIN, TrainConfig
 from ops_math.cli.train.data import Data, generator
 from ops_math.cli.train.engine import Run
 
-NOISE_FLOOR_STEPS = 60
+NOISE_FLOOR_STEPS = 20
 
 
 class Session:
