@@ -94,7 +94,8 @@ def _reason(error: Exception) -> str:
 class GraphedStep:
     """What `graphed_step` returns: call it as the step itself."""
 
-    def __init__(self, step: Step, warmup: int, max_graphs: int, on_refusal: str, recorder: Recorder) -> None:
+    def __init__(self, step: Step, optimizer: Any, warmup: int, max_graphs: int, on_refusal: str, recorder: Recorder) -> None:
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
         self._step, self._warmup, self._max_graphs, self._on_refusal, self._recorder = step, warmup, max_graphs, on_refusal, recorder
         self._records: OrderedDict[Any, _Record] = OrderedDict()
         self._seen: dict[Any, int] = {}
@@ -141,12 +142,15 @@ class GraphedStep:
     def _first(self, key: Any, names: tuple[str, ...], inputs: Sequence[Any]) -> Any:
         """Record a shape, and replay it: recording runs nothing."""
         buffers = tuple(x.detach().clone(memory_format=torch.preserve_format) if isinstance(x, torch.Tensor) else x for x in inputs)
+        grads = [p.grad for p in self._parameters]
         try:
             replay, result = self._recorder.record(lambda: self._run(names, buffers))
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             self._refused = _reason(error)
+            for p, grad in zip(self._parameters, grads, strict=True):
+                p.grad = grad  # what was recorded before the failure was never computed: its gradients hold what memory held
             if self._on_refusal == "raise":
                 checks.refuse(_WHAT, f"the step cannot be recorded: {self._refused}", 'Take that out, or pass on_refusal="eager".')
             return self._eager(names, inputs)
@@ -195,7 +199,8 @@ def graphed_step(
         optimizer: the optimizer it calls: its learning rates become tensors, which schedulers fill in place, and it is made capturable.
         warmup: calls for each shape that run as they are; the kernels are compiled and the optimizer's state is made in these.
         max_graphs: shapes that are recorded; any further one runs as it is. Pad to a few lengths.
-        on_refusal: what to do where the step cannot be recorded: `raise` (an `UnsupportedError` with the reason), or `eager`.
+        on_refusal: what to do where the step cannot be recorded: `raise` (an `UnsupportedError` with the reason), or `eager`, which needs
+            `optimizer`: its parameters' gradients are put back as they were before the attempt.
         recorder: what records; by default CUDA graphs of the current device.
 
     Returns:
@@ -211,6 +216,9 @@ def graphed_step(
     if not callable(step):
         checks.fail(_WHAT, "step", "a function of the inputs", type(step).__name__, "Pass a function that runs one training step.")
     checks.one_of(_WHAT, "on_refusal", on_refusal, ("raise", "eager"))
+    if on_refusal == "eager" and optimizer is None:
+        do = "Pass it, so that gradients of a failed recording can be taken back."
+        checks.fail(_WHAT, "optimizer", 'the optimizer that the step calls, with on_refusal="eager"', "None", do)
     for name, value, least in (("warmup", warmup, 1), ("max_graphs", max_graphs, 1)):
         if not isinstance(value, int) or value < least:
             checks.fail(_WHAT, name, f"an integer of at least {least}", repr(value), "The first call prepares what cannot be recorded.")
@@ -223,4 +231,4 @@ def graphed_step(
         recorder = _Cuda()
     if optimizer is not None:
         _make_capturable(optimizer)
-    return GraphedStep(step, warmup, max_graphs, on_refusal, recorder)
+    return GraphedStep(step, optimizer, warmup, max_graphs, on_refusal, recorder)

@@ -145,6 +145,15 @@ def test_packed_heads_are_the_products_as_heads():
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
 
 
+def test_packed_heads_of_an_empty_batch_are_empty():
+    x, weights = torch.randn(0, 5, 16, requires_grad=True), [torch.randn(8, 16, requires_grad=True) for _ in range(3)]
+    with torch.autocast("cpu", torch.bfloat16):
+        heads = packed.packed_heads(x, tuple((w, None) for w in weights), 4)
+    assert [tuple(h.shape) for h in heads] == [(0, 2, 5, 4)] * 3
+    grads = torch.autograd.grad(sum(h.sum() for h in heads), [x, *weights])
+    assert all(torch.equal(g, torch.zeros_like(g)) for g in grads)
+
+
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_a_product_of_heads_closes_as_that_of_rows(heads_first):
     torch.manual_seed(0)

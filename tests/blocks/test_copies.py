@@ -56,9 +56,9 @@ def test_where_pytorch_writes_gradients_apart_packing_them_is_a_copy_and_said():
         assert reasons(job) == {"gradient of q, k and v as one"}
 
 
-def test_an_input_that_has_no_rows_is_a_copy_with_its_strides_as_the_reason():
+def test_inputs_that_have_no_rows_are_copies_in_one_line_whatever_their_shapes():
     as_rows(torch.zeros(4, 6).t())
+    as_rows(torch.zeros(5, 7).t())
     as_rows(torch.zeros(4, 6)[:, :3])  # rows with a stride: a view
     (row,) = om.layout.report().rows
-    assert (row.what, row.calls, row.bytes) == ("rows of an operator's input", 1, 96)
-    assert "strides (1, 6) of shape (6, 4)" in row.reason
+    assert (row.what, row.calls, row.bytes) == ("rows of an operator's input", 2, 236)

@@ -89,8 +89,42 @@ def test_a_step_that_waits_for_the_device_is_refused_in_words():
         step(torch.ones(2))
 
 
+def an_optimizer():
+    return torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+
+
+def test_gradients_of_a_failed_recording_are_taken_back():
+    optimizer = an_optimizer()
+    (weight,) = optimizer.param_groups[0]["params"]
+    seen = []
+
+    class Failing(Recorder):
+        def record(self, step):
+            step()  # its gradients were recorded, never computed
+            weight.grad = torch.full((3,), float("nan"))
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def train(x):
+        seen.append(weight.grad)
+        (weight * x).sum().backward()
+        found = weight.grad.clone()
+        optimizer.zero_grad(set_to_none=True)
+        return found
+
+    step = om.graphed_step(train, optimizer=optimizer, warmup=1, on_refusal="eager", recorder=Failing())
+    for _ in range(3):
+        assert torch.equal(step(torch.ones(3)), torch.ones(3))
+    assert seen == [None] * 4
+
+
+def test_going_on_without_a_record_wants_the_optimizer():
+    with pytest.raises(om.ArgumentError, match="optimizer must be the optimizer that the step calls"):
+        om.graphed_step(summed([]), on_refusal="eager", recorder=Recorder())
+
+
 def test_or_it_goes_on_as_it_is_and_says_so():
-    step = om.graphed_step(summed([]), warmup=1, on_refusal="eager", recorder=Recorder(RuntimeError("captures end badly")))
+    failing = Recorder(RuntimeError("captures end badly"))
+    step = om.graphed_step(summed([]), optimizer=an_optimizer(), warmup=1, on_refusal="eager", recorder=failing)
     assert [step(torch.ones(2)).item() for _ in range(3)] == [2.0] * 3
     assert step.usage().eager == 2
     assert "captures end badly" in step.usage().refused
@@ -99,7 +133,8 @@ def test_or_it_goes_on_as_it_is_and_says_so():
 
 
 def test_running_out_of_memory_is_not_a_refusal():
-    step = om.graphed_step(summed([]), warmup=1, on_refusal="eager", recorder=Recorder(torch.OutOfMemoryError("no memory")))
+    failing = Recorder(torch.OutOfMemoryError("no memory"))
+    step = om.graphed_step(summed([]), optimizer=an_optimizer(), warmup=1, on_refusal="eager", recorder=failing)
     step(torch.ones(2))
     with pytest.raises(torch.OutOfMemoryError):
         step(torch.ones(2))

@@ -128,7 +128,8 @@ def _cast_all(tensors: list[torch.Tensor], dtype: torch.dtype) -> Held:
 def cast_weights(model: nn.Module) -> Iterator[None]:
     """Within it, under autocast on a GPU, the blocks take this model's fp32 weights from copies that were cast together on entry.
 
-    It changes no result: a weight that is written to inside is cast again where it is used. Put it around the forward of the layers;
+    It changes no result: a weight that is written to inside is cast again where it is used (not one written through `.data`, which PyTorch
+    does not count as a change; autocast's own copies are as old then). Put it around the forward of the layers;
     `ops_nn.adopt` does so for the models it knows. Where there is nothing to gain (no autocast, no gradients, a CPU, a compiler that
     traces) it does nothing.
 

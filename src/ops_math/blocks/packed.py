@@ -137,7 +137,7 @@ class _PackedHeads(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype | None, width: int, *affines: Tensor | None) -> tuple[Tensor, ...]:
         y, saved, ctx.options = packed_forward(x, dtype, affines)
         ctx.save_for_backward(*saved)
-        heads = y.view(*x.shape[:-1], -1, width).transpose(1, 2)
+        heads = y.view(*x.shape[:-1], sum(ctx.options.rows) // width, width).transpose(1, 2)
         return heads.split([size // width for size in ctx.options.rows], 1)
 
     @staticmethod
