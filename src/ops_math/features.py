@@ -95,7 +95,7 @@ def _stream_handle(device_index: int) -> int:
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_handle)
 
 
-# The index of the current CUDA device: PyTorch's own short cut (0.1 us), or the public function (0.7 us), which checks that CUDA is up.
+# The index of the current CUDA device: PyTorch's own short cut, or the public function, which first checks that CUDA is up.
 current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
