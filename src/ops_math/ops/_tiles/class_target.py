@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from ops_math.ops._tiles.log_sum_exp import lane_update
+
 
 @triton.jit
 def read_target(target, num_cols, ignore_index):
@@ -43,3 +45,19 @@ def row_results(
         above = tl.where(below == float("inf"), lse, surprise)  # lse - reference
         loss += one * (smooth_total * above - smooth * smooth_sum)
     return tl.where(kept, loss, 0.0), (at_target + on_each) * share, (on_each * own - at_target * others) * share
+
+
+@triton.jit
+def taken_in(
+    z, mask, cols, places, hidden, class_weight_ptr, reference, top, total, smooth_lanes, HAS_WEIGHT: tl.constexpr, SMOOTHING: tl.constexpr,
+):  # fmt: skip
+    """The lanes of a row after the logits `z` of its columns `cols`, -inf where masked, without the one whose place is `hidden`."""
+    if SMOOTHING:
+        every = tl.where(mask, z - reference, 0.0)
+        if HAS_WEIGHT:
+            every = every * tl.load(class_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        smooth_lanes += tl.sum(every, 1)
+    if hidden is not None:
+        z = tl.where(places == hidden, float("-inf"), z)
+    top, total = lane_update(top, total, z)
+    return top, total, smooth_lanes

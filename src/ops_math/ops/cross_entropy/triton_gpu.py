@@ -14,8 +14,8 @@ import triton.language as tl
 
 from ops_math.backends.launch import launch
 from ops_math.layout import as_rows
-from ops_math.ops._tiles.class_target import read_target, reference_of, row_results
-from ops_math.ops._tiles.log_sum_exp import joined, lane_finish, lane_update, soft_capped, tanh
+from ops_math.ops._tiles.class_target import read_target, reference_of, row_results, taken_in
+from ops_math.ops._tiles.log_sum_exp import joined, lane_finish, soft_capped, tanh
 from ops_math.ops.cross_entropy import triton_gpu_unaligned as unaligned
 from ops_math.ops.cross_entropy.problem import CrossEntropyProblem
 from ops_math.spec import ITEM_SIZE, Device
@@ -141,15 +141,7 @@ def visit(
     z = tl.load(logits_ptr + cols, mask=mask, other=float("-inf"), eviction_policy=EVICT).to(tl.float32)
     if HAS_CAP:
         z = tl.where(mask, soft_capped(z, softcap), float("-inf"))
-    if SMOOTHING:
-        every = tl.where(mask, z - reference, 0.0)
-        if HAS_WEIGHT:
-            every = every * tl.load(class_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        smooth_lanes += tl.sum(every, 1)
-    if hidden is not None:
-        z = tl.where(cols == hidden, float("-inf"), z)
-    top, total = lane_update(top, total, z)
-    return top, total, smooth_lanes
+    return taken_in(z, mask, cols, cols, hidden, class_weight_ptr, reference, top, total, smooth_lanes, HAS_WEIGHT, SMOOTHING)
 
 
 @triton.jit

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from ops_math.backends.launch import launch
-from ops_math.ops._tiles.class_target import read_target, reference_of, row_results
-from ops_math.ops._tiles.log_sum_exp import lane_finish, lane_update, soft_capped, tanh
+from ops_math.ops._tiles.class_target import read_target, reference_of, row_results, taken_in
+from ops_math.ops._tiles.log_sum_exp import lane_finish, soft_capped, tanh
 
 
 @triton.jit
@@ -29,15 +29,7 @@ def _visit(
     if HAS_CAP:
         z = soft_capped(z, softcap)
     z = tl.where(mask, z, float("-inf"))
-    if SMOOTHING:
-        every = tl.where(mask, z - reference, 0.0)
-        if HAS_WEIGHT:
-            every = every * tl.load(class_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        smooth_lanes += tl.sum(every, 1)
-    if hidden is not None:
-        z = tl.where(offsets == hidden, float("-inf"), z)
-    top, total = lane_update(top, total, z)
-    return top, total, smooth_lanes
+    return taken_in(z, mask, cols, offsets, hidden, class_weight_ptr, reference, top, total, smooth_lanes, HAS_WEIGHT, SMOOTHING)
 
 
 @triton.jit
