@@ -1,8 +1,9 @@
 """Norms, softmax and dropout on one GPU: is each configuration right, and how near to a copy of the same number of bytes is it.
 
 Usage: PYTHONPATH=src python3 tools/gpu/norm_sweep.py [NAME ...]
-NAME: rms_norm, add_rms_norm, layer_norm, add_layer_norm, bert (add_layer_norm with bias and dropout), softmax, dropout, and wide for
-28,672 columns instead of the usual shapes. All by default.
+NAME: rms_norm, add_rms_norm, layer_norm, add_layer_norm, bert (add_layer_norm with bias and dropout), stream (the same on an fp32 residual
+stream with a bf16 copy of y, as under autocast), softmax, dropout; wide for 28,672 columns and model for the shapes of llama-1b and
+bert-large instead of the usual ones. All by default.
 
 Time is kernel time from the profiler: the device time of all that a call launches, gaps left out. GB/s counts each input read once and
 each output written once. `share` is the time of `copy_` of as many bytes over ours. `error` is the largest l2 error of an output
@@ -29,6 +30,7 @@ from ops_math.rng import Rng
 
 SHAPES = ((16384, 4096), (32768, 1024), (8192, 8192))
 WIDE = ((4096, 28672),)
+MODEL = {"add_rms_norm": ((16384, 2048),), "rms_norm": ((16384, 2048),), "stream": ((16384, 1024),), "bert": ((16384, 1024),)}
 WORKERS = 8  # processes that compile ahead into Triton's cache
 LIMIT = 4e-3  # l2 error of bf16: one rounding has 2^-9 / sqrt(3)
 BF16 = torch.bfloat16
@@ -48,14 +50,21 @@ def _tensors(rows: int, cols: int, device: str = "cuda") -> dict[str, torch.Tens
     make = torch.Generator(device).manual_seed(1)
     wide = {name: torch.randn(rows, cols, device=device, dtype=BF16, generator=make) for name in ("x", "residual", "dy", "dsum")}
     narrow = {name: torch.randn(cols, device=device, dtype=BF16, generator=make) for name in ("weight", "bias", "x_bias")}
-    return {**wide, **narrow, "state": Rng(5, device).state}
+    single = {f"{name}_fp32": t.float() for name, t in (*wide.items(), *narrow.items()) if name != "x"}
+    return {**wide, **narrow, **single, "state": Rng(5, device).state}
 
 
 def _norm_bwd(t: dict[str, torch.Tensor], saved: Any, state: Any, p: float, x_bias: bool, dsum: bool) -> tuple[Any, ...]:
-    _, total, mean, rstd = saved
+    _, total, mean, rstd, _ = saved
     total = total if total.numel() else t["x"]
     needs = (True, p > 0, True, True, x_bias)
-    return t["dy"], t["dsum"] if dsum else None, total, t["weight"], mean, rstd, state, BF16, BF16, BF16, p, *needs
+    return t["dy"], None, t["dsum"] if dsum else None, total, t["weight"], mean, rstd, state, BF16, BF16, BF16, p, *needs
+
+
+def _stream_bwd(t: dict[str, torch.Tensor], saved: Any) -> tuple[Any, ...]:
+    _, total, mean, rstd, _ = saved
+    dtypes = BF16, torch.float32, torch.float32
+    return t["dy_fp32"], t["dy"], None, total, t["weight_fp32"], mean, rstd, t["state"], *dtypes, 0.1, *(True,) * 5
 
 
 TASKS: dict[str, Task] = {
@@ -75,22 +84,32 @@ TASKS: dict[str, Task] = {
     ),
     "layer_norm": Task(
         "layer_norm",
-        lambda t: (t["x"], None, t["weight"], t["bias"], None, None, 1e-5, 0.0, BF16),
+        lambda t: (t["x"], None, t["weight"], t["bias"], None, None, 1e-5, 0.0, BF16, None),
         lambda t, saved: _norm_bwd(t, saved, None, 0.0, False, False),
         lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b),
         3,
     ),
     "add_layer_norm": Task(
         "layer_norm",
-        lambda t: (t["x"], t["residual"], t["weight"], t["bias"], None, None, 1e-5, 0.0, BF16),
+        lambda t: (t["x"], t["residual"], t["weight"], t["bias"], None, None, 1e-5, 0.0, BF16, None),
         lambda t, saved: _norm_bwd(t, saved, None, 0.0, False, True),
         None,
         0,
     ),
     "bert": Task(
         "layer_norm",
-        lambda t: (t["x"], t["residual"], t["weight"], t["bias"], t["x_bias"], t["state"], 1e-5, 0.1, BF16),
+        lambda t: (t["x"], t["residual"], t["weight"], t["bias"], t["x_bias"], t["state"], 1e-5, 0.1, BF16, None),
         lambda t, saved: _norm_bwd(t, saved, t["state"], 0.1, True, True),
+        None,
+        0,
+    ),
+    "stream": Task(
+        "layer_norm",
+        lambda t: (
+            *(t["x"], t["residual_fp32"], t["weight_fp32"], t["bias_fp32"], t["x_bias_fp32"], t["state"]),
+            *(1e-5, 0.1, torch.float32, BF16),
+        ),
+        _stream_bwd,
         None,
         0,
     ),
@@ -161,12 +180,12 @@ def calls(task: Task, tensors: dict[str, torch.Tensor]) -> dict[str, tuple[Any, 
     return {"fwd": (problem, inputs), "bwd": split("bwd", task.bwd(tensors, saved))}
 
 
-def compile_ahead(name: str, cols: int, phase: str, number: int) -> str:
+def compile_ahead(name: str, shape: tuple[int, int], phase: str, number: int) -> str:
     """Start one configuration once on few rows, so that its kernels are in Triton's cache."""
     operator = operators()[TASKS[name].operator]
-    problem, tensors = calls(TASKS[name], _tensors(64, cols))[phase]
+    problem, tensors = calls(TASKS[name], _tensors(64, shape[1]))[phase]
     module = _part(operator, "triton_gpu").module
-    full = problem._replace(rows=next(rows for rows, n in SHAPES + WIDE if n == cols))
+    full = problem._replace(rows=shape[0])
     config = module.configs(full, backends.device_of(torch.device("cuda:0")), phase)[number]
     try:
         _part(operator, "triton_gpu").launcher(phase)(problem, config, *tensors)
@@ -236,15 +255,15 @@ class Natives:
 def main(names: list[str]) -> None:
     """Compile in parallel, then measure one by one."""
     say(torch.__version__, torch.cuda.get_device_name(), f"copy of 4 GiB {4 * 2**30 / copy_time(4 * 2**30) / 1e6:.0f} GB/s")
-    chosen = [n for n in TASKS if n in names or not set(names) & set(TASKS)]
+    chosen = [n for n in (MODEL if "model" in names else TASKS) if n in names or not set(names) & set(TASKS)]
     shapes = WIDE if "wide" in names else SHAPES + (() if names else WIDE)
-    jobs = [(n, s[1], ph, i) for n in chosen for s in shapes for ph in ("fwd", "bwd") for i in range(len(configurations(n, s, ph)))]
+    pairs = [(n, s) for n in chosen for s in MODEL[n]] if "model" in names else [(n, s) for s in shapes for n in chosen]
+    jobs = [(n, s, ph, i) for n, s in pairs for ph in ("fwd", "bwd") for i in range(len(configurations(n, s, ph)))]
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
         failed = [f for f in pool.map(compile_ahead, *zip(*jobs, strict=True)) if f]
     say(f"compiled {len(jobs)} configurations, {len(failed)} failed", *{f[:200] for f in failed})
-    for shape in shapes:
-        for name in chosen:
-            measure(name, shape)
+    for name, shape in pairs:
+        measure(name, shape)
 
 
 if __name__ == "__main__":

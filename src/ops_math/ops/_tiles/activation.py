@@ -2,6 +2,11 @@
 
 tanh is not needed: (1 + tanh u) / 2 = sigmoid(2 u), and sigmoid(z) = 1 / (1 + exp(-z)) goes to 0 and 1 where exp overflows and
 vanishes, without a case of its own.
+
+The normal distribution's integral has no `erf` either, whose forty instructions hold the kernel below the speed of memory (H200: 0.65
+of a copy): P(-a) = exp(-a^2 / 2) t Q(t) with t = 1 / (1 + 0.3 a) for a >= 0, and P(a) = 1 - P(-a). Q, of degree 7, is the fit of least
+largest relative error, 1.5e-7, over a in [0, 14]. The slope needs the same exponential. Where x < 0 the result keeps its relative
+accuracy (1e-6 down to -4), which 1 + erf loses by cancellation (5e-4).
 """
 
 import triton
@@ -9,8 +14,17 @@ import triton.language as tl
 
 _SLOPE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 _CUBIC = tl.constexpr(0.044715)
-_RSQRT_2 = tl.constexpr(0.7071067811865476)
+_HALF_LOG2E = tl.constexpr(0.7213475204444817)  # exp(-x^2 / 2) = 2^(-x^2 log2(e) / 2)
 _RSQRT_2PI = tl.constexpr(0.3989422804014327)
+_BEND = tl.constexpr(0.3)
+_Q0 = tl.constexpr(0.11962930113077164)
+_Q1 = tl.constexpr(0.12075396627187729)
+_Q2 = tl.constexpr(0.09991341084241867)
+_Q3 = tl.constexpr(0.12856192886829376)
+_Q4 = tl.constexpr(-0.05368424206972122)
+_Q5 = tl.constexpr(0.20635418593883514)
+_Q6 = tl.constexpr(-0.15720349550247192)
+_Q7 = tl.constexpr(0.03567487746477127)
 
 
 @triton.jit
@@ -19,10 +33,28 @@ def _sigmoid(z):
 
 
 @triton.jit
+def _normal(x):
+    """The normal distribution's integral up to x, and exp(-x^2 / 2)."""
+    bell = tl.exp2(x * x * -_HALF_LOG2E)
+    root = tl.rsqrt(1.0 + tl.abs(x) * _BEND)  # two instructions to t; a division takes six and is no more exact (2 ulp)
+    t = root * root
+    q = t * _Q7 + _Q6
+    q = q * t + _Q5
+    q = q * t + _Q4
+    q = q * t + _Q3
+    q = q * t + _Q2
+    q = q * t + _Q1
+    q = q * t + _Q0
+    tail = bell * (t * q)
+    return tl.where(x < 0.0, tail, 1.0 - tail), bell
+
+
+@triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """activation(x) for `silu`, `gelu` (error function) or `gelu_tanh`."""
     if ACTIVATION == "gelu":
-        y = 0.5 * x * (1.0 + tl.math.erf(x * _RSQRT_2))
+        share, _ = _normal(x)
+        y = x * share
     elif ACTIVATION == "silu":
         y = x * _sigmoid(x)
     else:
@@ -34,9 +66,9 @@ def activate(x, ACTIVATION: tl.constexpr):
 def activate_with_slope(x, ACTIVATION: tl.constexpr):
     """activation(x) and its derivative."""
     if ACTIVATION == "gelu":
-        share = 0.5 + 0.5 * tl.math.erf(x * _RSQRT_2)
+        share, bell = _normal(x)
         y = x * share
-        slope = share + x * _RSQRT_2PI * tl.exp(-0.5 * x * x)
+        slope = share + x * _RSQRT_2PI * bell
     elif ACTIVATION == "silu":
         s = _sigmoid(x)
         y = x * s

@@ -22,12 +22,14 @@ ACTIVATION = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 class Config(NamedTuple):
-    """Values a tile, its widest row where there is a bias, warps, programs a column of tiles in the sum for the bias."""
+    """Values a tile, its widest row where there is a bias, warps; in the sum for the bias programs a column of tiles, and tiles loaded
+    ahead (1: none)."""
 
     block: int
     width: int
     num_warps: int
     num_programs: int
+    num_stages: int
 
 
 def supports(p: GeluProblem, device: Device, phase: str) -> str | None:
@@ -39,12 +41,17 @@ def configs(p: GeluProblem, device: Device, phase: str) -> tuple[Config, ...]:
     """One or two 16-byte accesses a thread and tensor; with a bias, rows that share its load."""
     wave = 64 if device.kind == "hip" else 32
     vector = 16 // max(ITEM_SIZE[p.x], ITEM_SIZE[p.out])
+    summing = phase == "bwd" and p.bias and p.need_dbias
+    wishes = ((8, 1, 512, 3), (4, 1, 1024, 3), (4, 1, 1024, 4), (4, 1, 512, 3), (8, 1, 2048, 3), (4, 1, 1024, 1), (8, 1, 512, 1))
+    if not summing:
+        wishes = ((4, 2, 512, 1), (4, 1, 256, 1), (8, 1, 512, 1), (8, 2, 1024, 1), (4, 1, 1024, 1))
     found = []
-    for warps, each, width in ((4, 1, 256), (4, 2, 512), (8, 1, 512), (8, 2, 1024), (4, 1, 1024)):
+    for warps, each, width, num_stages in wishes:
         block = wave * warps * vector * each
         tiles = max(1, -(-p.cols // min(width, next_power_of_2(max(p.cols, 1)))))
         programs = max(1, min(32 // warps * device.num_cores // tiles, -(-p.rows * width // block), 1024))
-        found.append(Config(block, width, warps, programs))
+        if device.kind != "hip" or num_stages == 1:
+            found.append(Config(block, width, warps, programs, num_stages))
     return tuple(found)
 
 
@@ -94,13 +101,14 @@ def _bwd_kernel(
 def _bwd_bias_kernel(
     dy_ptr, x_ptr, bias_ptr, dx_ptr, y_ptr, partial_ptr, num_rows, num_cols, dy_stride, x_stride, num_programs,
     ACTIVATION: tl.constexpr, NEED_DX: tl.constexpr, NEED_Y: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0) // tiles
     cols = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     bias = tl.load(bias_ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32)[None, :]
     dbias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for tile in range(pid, tl.cdiv(num_rows, BLOCK_M), num_programs):
+    for tile in tl.range(pid, tl.cdiv(num_rows, BLOCK_M), num_programs, num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         mask = (rows < num_rows) & (cols < num_cols)[None, :]
 
@@ -187,6 +195,6 @@ def _launch_bwd_bias(
         _bwd_bias_kernel, (config.num_programs * cdiv(p.cols, block_n),), dy, x, bias, dx, y, partial,
         p.rows, p.cols, dy.stride(0), x.stride(0), config.num_programs,
         ACTIVATION=ACTIVATION[p.approximate], NEED_DX=p.need_dx, NEED_Y=p.need_y,
-        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=config.num_warps,
+        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
     return partial.sum(0).to(bias.dtype)
