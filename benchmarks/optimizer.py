@@ -15,6 +15,7 @@ every gradient has a new address.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -172,7 +173,9 @@ def sweep(model: str, kind: str, params: list[Parameter], device: str, copied: f
     every = dict.fromkeys(c._replace(tiles=t) for c in listed(problem, facts_of(device)) for t in (1, 2, 4, 8, 16))
     for config in every:
         target.configs = lambda *_, only=config: (only,)
-        found.append(measure(model, kind, f"ours {tuple(config)}", optimizers(params, kind, device)["ours"], params, copied))
+        optimizer = optimizers(params, kind, device)["ours"]
+        found.append(measure(model, kind, f"ours {tuple(config)}", optimizer, params, copied))
+        optimizer.state.clear()
     target.configs = listed
     return found
 
@@ -207,6 +210,8 @@ def main() -> None:
             if arguments.sweep and device == "cuda":
                 found += sweep(model, kind, params, device, copied)
             rows.append(arguments.results, found, device)
+            del params, optimizer
+            gc.collect()
     print(om.stats(), flush=True)
 
 

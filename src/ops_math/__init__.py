@@ -26,6 +26,7 @@ from ops_math.ops.layer_norm.op import add_layer_norm, layer_norm
 from ops_math.ops.rms_norm.op import add_rms_norm, rms_norm
 from ops_math.ops.rope.op import rope, rope_qkv
 from ops_math.ops.softmax.op import softmax
+from ops_math.recompute import recompute_norms
 from ops_math.rng import Rng
 from ops_math.schedule import calibrate
 from ops_math.settings import active as is_enabled
@@ -70,6 +71,7 @@ __all__ = [
     "pack_weights",
     "part_of",
     "precision",
+    "recompute_norms",
     "reset_stats",
     "residual_attention",
     "residual_mlp",

@@ -140,7 +140,8 @@ def broken(case: StepCase, device: str = "cpu") -> list[str]:
     if not model.borders_held():
         found.append(f"{case.name}: a border was written")
     if case.stochastic:  # the same words round alike, but where fp32 noise of 2^-22 crosses a threshold: once in 2^14 values of 8 bits
-        differ = sum(int((a != b).sum()) for a, b in zip(values, yardstick[0], strict=True))
+        rounded = [(a, b) for a, b in zip(values, yardstick[0], strict=True) if a.dtype == torch.bfloat16]  # fp32 averages never are
+        differ = sum(int((a != b).sum()) for a, b in rounded)
         if differ > 3 + 4 * values[0].numel() * 2.0**-14:
             found.append(f"{case.name}: {differ} values are rounded by other words")
     return found

@@ -24,6 +24,7 @@ def a_step():
     return step
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_step_is_calibrated_and_never_slower_than_pytorchs_own_beyond_noise(apart):
     found = om.calibrate(a_step(), seconds=30, apart=apart)
@@ -39,6 +40,7 @@ def test_a_step_is_calibrated_and_never_slower_than_pytorchs_own_beyond_noise(ap
     assert ceilings.bf16_tflops > 50
 
 
+@pytest.mark.alone
 def test_two_calibrations_on_a_gpu_agree_or_declare_a_tie():
     first = {(m.op, m.phase): m for m in om.calibrate(a_step(), seconds=30, save=False, apart=False).measurements}
     schedule.reread()

@@ -38,9 +38,10 @@ def jobs(rows: Path, out: Path) -> list[Job]:
     workers = min(16, os.cpu_count() or 1)
     steps, alone = f"benchmarks/steps.py --results {rows}", "benchmarks/steps.py --table --no-gradients"
     calibrate = f"{CLI} calibrate --dtype bf16 --seconds 100"
-    suite = f"-m pytest -m gpu tests src/ops_math -n {workers} -q -p no:cacheprovider --timeout 100 --tb=short"
+    suite = "-m pytest tests src/ops_math -q -p no:cacheprovider --timeout 100 --tb=short"
     return [
-        Job("suite", "suite", suite, 400, 12),
+        Job("suite", "suite", f"{suite} -m 'gpu and not alone' -n {workers}", 400, 12),
+        Job("suite", "suite, timed", f"{suite} -m 'gpu and alone'", 150, 6),
         Job("steps", "bert-large", f"{steps} --model bert-large --variants plain,ops", 150, 6),
         Job("steps", "llama-1b", f"{steps} --model llama-1b --variants plain,ops,packed", 150, 6),
         Job("steps", "llama-tiny", f"{steps} --model llama-tiny --variants plain,ops,packed,graphed --no-gradients", 90, 6),

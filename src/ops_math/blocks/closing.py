@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from ops_math import recompute
 from ops_math.blocks import mlp_products, norms, products
 from ops_math.blocks.products import Affine
 from ops_math.dispatch import apply, needs_grad, store_dtype
 from ops_math.layout import dense
 from ops_math.ops.layer_norm import op as layer_norm
-from ops_math.ops.rms_norm.op import OP as RMS_NORM
+from ops_math.ops.rms_norm import op as rms_norm
 from ops_math.rng import Rng, draws, state_for
 
 Tensor = torch.Tensor
@@ -82,7 +83,7 @@ def _sum_and_norm(
     shift_dtype, bias_dtype = (branch.dtype if t is None else t.dtype for t in (shift, bias))
     kept = layer_norm.Sum(branch.dtype, shift_dtype, bias_dtype, residual.dtype, rule.out, rule.dropout_p)
     if rule.kind == "rms_norm":
-        y, total, rstd = RMS_NORM.fwd(branch, residual, weight, rule.eps, rule.offset, rule.out)
+        y, total, rstd = rms_norm.OP.fwd(branch, residual, weight, rule.eps, rule.offset, rule.out)
         return (y, total), (total, weight, None, rstd, None), kept
     y, total, mean, rstd, copy = layer_norm.OP.fwd(
         branch, residual, weight, shift, bias, state, rule.eps, rule.dropout_p, rule.out, rule.narrow
@@ -100,7 +101,7 @@ def _sum_and_norm_backward(
     total, weight, _, rstd, _ = saved
     need_branch, need_residual, need_dw, _, _ = needed
     dy = torch.zeros_like(total, dtype=rule.out) if dy is None else dy
-    dtotal, dw = RMS_NORM.bwd(dy, dsum, total, weight, rstd, rule.eps, rule.offset, need_branch or need_residual, need_dw)
+    dtotal, dw = rms_norm.OP.bwd(dy, dsum, total, weight, rstd, rule.eps, rule.offset, need_branch or need_residual, need_dw)
     dbranch = dtotal.to(kept.x) if need_branch else None
     return dbranch, dtotal.to(kept.residual) if need_residual else None, dw if need_dw else None, None, None
 
@@ -150,11 +151,22 @@ class _Product(torch.autograd.Function):
         return None, None, da, dresidual, dw, db, dweight, dshift, None
 
 
+def _closed(norm: norms.Norm, results: Sequence[Tensor]) -> Closed:
+    """The results by name; a norm's output may be made again in the backward where that is wanted."""
+    closed = Closed(*results)
+    if recompute.wanted():
+        if norm.kind == "rms_norm":
+            rms_norm.offer(closed.y, closed.total, norm.weight, norm.eps, norm.weight_offset)
+        else:
+            layer_norm.offer((closed.y, *results[2:]), closed.total, norm.weight, norm.bias, norm.eps)
+    return closed
+
+
 def close_product(a: Tensor, last: Affine, ending: Ending, heads_first: bool = False) -> Closed:
     """The end of a branch whose last product is `last` of `a` [..., K], or of `a` [B, H, S, D] where `heads_first`."""
     rule, norm = _rule(ending, a), ending.norm
     state = state_for("residual", ending.rng, a.device) if ending.dropout_p else None
-    return Closed(*apply(_Product, rule, heads_first, a, ending.residual, *last, norm.weight, norm.bias, state))
+    return _closed(norm, apply(_Product, rule, heads_first, a, ending.residual, *last, norm.weight, norm.bias, state))
 
 
 class _GeluMlp(torch.autograd.Function):
@@ -196,7 +208,7 @@ def close_gelu_mlp(
     rule, norm = _rule(ending, x), ending.norm
     state = state_for("residual", ending.rng, x.device) if ending.dropout_p else None
     values = *first, *last, norm.weight, norm.bias, state
-    return Closed(*apply(_GeluMlp, rule, approximate, inner_p, inner_state, x, ending.residual, *values))
+    return _closed(norm, apply(_GeluMlp, rule, approximate, inner_p, inner_state, x, ending.residual, *values))
 
 
 def records(ending: Ending, *tensors: Tensor | None) -> bool:

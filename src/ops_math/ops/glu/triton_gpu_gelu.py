@@ -42,9 +42,9 @@ def configs(p: GeluProblem, device: Device, phase: str) -> tuple[Config, ...]:
     wave = 64 if device.kind == "hip" else 32
     vector = 16 // max(ITEM_SIZE[p.x], ITEM_SIZE[p.out])
     summing = phase == "bwd" and p.bias and p.need_dbias
-    wishes = ((8, 1, 512, 3), (4, 1, 1024, 3), (4, 1, 1024, 4), (4, 1, 512, 3), (8, 1, 2048, 3), (4, 1, 1024, 1), (8, 1, 512, 1))
+    wishes = ((8, 1, 512, 3), (4, 1, 512, 3), (8, 1, 512, 2), (8, 2, 1024, 3), (4, 2, 512, 3), (4, 2, 1024, 2), (8, 1, 512, 1))
     if not summing:
-        wishes = ((4, 2, 512, 1), (4, 1, 256, 1), (8, 1, 512, 1), (8, 2, 1024, 1), (4, 1, 1024, 1))
+        wishes = ((4, 2, 512, 1), (4, 4, 512, 1), (4, 4, 1024, 1), (8, 2, 1024, 1), (8, 4, 1024, 1), (4, 1, 256, 1))
     found = []
     for warps, each, width, num_stages in wishes:
         block = wave * warps * vector * each

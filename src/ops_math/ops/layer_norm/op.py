@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ops_math import checks, settings
+from ops_math import checks, recompute, settings
 from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
 from ops_math.ops.layer_norm import plain
 from ops_math.ops.layer_norm.problem import LayerNormProblem
@@ -159,6 +159,16 @@ def sum_backward(
     return tuple(g if wanted else None for g, wanted in zip(found, needed, strict=True))
 
 
+def offer(ys: Sequence[torch.Tensor], total: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> None:
+    """Let y = norm(total), and its narrow copy, be made again in the backward. Ask `recompute.wanted` first."""
+    for y in ys:
+
+        def make(total: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, out: torch.dtype = y.dtype) -> torch.Tensor:
+            return OP.fwd(total, None, weight, bias, None, None, eps, 0.0, out, None)[0]
+
+        recompute.offer(y, make, total, weight, bias)
+
+
 def _check(operator: str, x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
     checks.floating(operator, "x", x)
     checks.at_least_1d(operator, "x", x)
@@ -195,7 +205,10 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.
         return plain.layer_norm(x, weight, bias, eps=eps)
     out = store_dtype(x)
     if needs_grad(x, weight, bias):
-        return apply(_LayerNorm, x, weight, bias, eps, out)
+        y = apply(_LayerNorm, x, weight, bias, eps, out)
+        if recompute.wanted():
+            offer((y,), x, weight, bias, eps)
+        return y
     return OP.fwd(x, None, weight, bias, None, None, eps, 0.0, out, None)[0]
 
 
@@ -253,7 +266,10 @@ def add_layer_norm(
     state = state_for("add_layer_norm", rng, x.device) if dropout_p else None
     out = out_dtype or store_dtype(x)
     if needs_grad(x, residual, weight, bias, x_bias):
-        return apply(_AddLayerNorm, x, residual, weight, bias, x_bias, state, eps, dropout_p, out, narrow_dtype)
+        results = apply(_AddLayerNorm, x, residual, weight, bias, x_bias, state, eps, dropout_p, out, narrow_dtype)
+        if recompute.wanted():
+            offer((results[0], *results[2:]), results[1], weight, bias, eps)
+        return results
     y, total, _, _, narrow = OP.fwd(x, residual, weight, bias, x_bias, state, eps, dropout_p, out, narrow_dtype)
     return (y, total) if narrow_dtype is None else (y, total, narrow)
 

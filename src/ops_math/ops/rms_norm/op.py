@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ops_math import checks, settings
+from ops_math import checks, recompute, settings
 from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
 from ops_math.ops.rms_norm import plain
 from ops_math.ops.rms_norm.problem import RmsNormProblem
@@ -141,6 +141,12 @@ class _AddRmsNorm(torch.autograd.Function):
         return dx, dresidual, dw if need_dw else None, None, None, None
 
 
+def offer(y: torch.Tensor, total: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float) -> None:
+    """Let y = norm(total) be made again in the backward. Ask `recompute.wanted` first."""
+    out = y.dtype
+    recompute.offer(y, lambda total, weight: OP.fwd(total, None, weight, eps, offset, out)[0], total, weight)
+
+
 def _check(operator: str, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
     checks.floating(operator, "x", x)
     checks.at_least_1d(operator, "x", x)
@@ -175,7 +181,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float 
         return plain.rms_norm(x, weight, eps=eps, weight_offset=weight_offset)
     out = store_dtype(x)
     if needs_grad(x, weight):
-        return apply(_RmsNorm, x, weight, eps, weight_offset, out)
+        y = apply(_RmsNorm, x, weight, eps, weight_offset, out)
+        if recompute.wanted():
+            offer(y, x, weight, eps, weight_offset)
+        return y
     return OP.fwd(x, None, weight, eps, weight_offset, out)[0]
 
 
@@ -217,7 +226,10 @@ def add_rms_norm(
         return plain.add_rms_norm(x, residual, weight, eps=eps, weight_offset=weight_offset, out_dtype=out_dtype)
     out = out_dtype or store_dtype(x)
     if needs_grad(x, residual, weight):
-        return apply(_AddRmsNorm, x, residual, weight, eps, weight_offset, out)
+        y, total = apply(_AddRmsNorm, x, residual, weight, eps, weight_offset, out)
+        if recompute.wanted():
+            offer(y, total, weight, eps, weight_offset)
+        return y, total
     y, total, _ = OP.fwd(x, residual, weight, eps, weight_offset, out)
     return y, total
 

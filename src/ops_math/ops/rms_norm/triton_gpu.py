@@ -63,7 +63,7 @@ def configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]
         wishes = tuple(sorted(((2048, 16, 1), (4096, 16, 1), (2048, 32, 1), (2048, 8, 1), (2048, 16, 2)), key=lambda w: w[1] != first))
     else:
         wishes = ((1024, 16, 3), (1024, 8, 3), (2048, 16, 3), (1024, 16, 2), (1024, 16, 1), (2048, 16, 2))
-        if block_n <= 2048:  # sixteen values a thread spill there (sm_90 at 1,024, sm_100 at 64: 8 bytes)
+        if block_n < 2048:  # sixteen values a thread spill there (sm_90 at 1,024, sm_100 at 64: 8 bytes)
             wishes = ((1024, 8, 3), *(w for w in wishes if w != (1024, 8, 3)))
     found: list[Config] = []
     for tile, values, num_stages in wishes:
