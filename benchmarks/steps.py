@@ -1,6 +1,8 @@
 """Whole training steps from a clone, without installing: what `ops-math bench step` runs, with the options of the recorded results.
 
     python benchmarks/steps.py --model llama-1b --variants plain,ops --results benchmarks/results/h200.jsonl
+    python benchmarks/steps.py --model llama-1b --variants plain,liger,packed,packed+graphed --floor --no-gradients
+    python benchmarks/steps.py --model llama-1b --variants plain,ops,documents,padded,trimmed --no-gradients
 
 llama-1b: 8 x 2048 random tokens, bf16 parameters, fused AdamW. bert-large: 32 x 512, fp32 parameters under bf16 autocast, dropout 0.1.
 """
@@ -12,7 +14,9 @@ import argparse
 import torch
 
 from benchmarks import rows
+from ops_math.checks import ArgumentError
 from ops_math.cli.bench import steps
+from ops_math.cli.bench.contenders import HOW, variant_of
 from ops_math.cli.bench.steps import SETUPS, Runner
 
 __all__ = ["SETUPS", "Runner", "main"]
@@ -22,7 +26,9 @@ def main() -> None:
     """Run and print one line a variant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(SETUPS), default="llama-1b")
-    parser.add_argument("--variants", default="plain,ops")
+    parser.add_argument("--variants", default="plain,ops", help=f"separated by commas; each {HOW}")
+    parser.add_argument("--sessions", type=int, default=1, help="times that everything is set up anew")
+    parser.add_argument("--floor", action="store_true", help="work out the least time of a step, part by part, and each variant's share")
     parser.add_argument("--results")
     parser.add_argument("--table", action="store_true", help="print the kernels of one step")
     parser.add_argument("--no-gradients", action="store_true")
@@ -31,9 +37,13 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     print(torch.__version__, rows.environment(device)["device"], flush=True)
     variants = arguments.variants.split(",")
-    if set(variants) - set(steps.VARIANTS):
-        parser.error(f"--variants: any of {', '.join(steps.VARIANTS)}")
-    found = steps.measure(arguments.model, variants, device, table=print if arguments.table else None)
+    try:
+        for variant in variants:
+            variant_of(variant)
+    except ArgumentError as error:
+        parser.error(f"--variants: {error}")
+    table = print if arguments.table else None
+    found = steps.measure(arguments.model, variants, device, sessions=arguments.sessions, table=table, with_floor=arguments.floor)
     for row in found.rows:
         print(steps.describe(row), flush=True)
     for variant, why in found.failed.items():

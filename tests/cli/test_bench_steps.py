@@ -84,12 +84,13 @@ def made_up(slow):
 
 def test_a_step_can_be_saved_and_held_and_a_slower_one_fails(monkeypatch, tmp_path):
     monkeypatch.setenv("OPS_MATH_CACHE", str(tmp_path))
-    options = ["bench", "step", "--device", "cpu", "--vs", "torch,liger"]
+    options = ["bench", "step", "--device", "cpu", "--vs", "torch,liger,fa4"]
     for slow, option, code in ((0.8, "--save", 0), (0.8, "--check", 0), (1.1, "--check", 1)):
         monkeypatch.setattr(command.steps, "measure", made_up(slow))
         result = CliRunner().invoke(application, [*options, option, "main"])
         assert result.exit_code == code, result.output
-        assert "not measured in step: liger: no whole step of it is measured here" in result.output
+        assert "not measured in step: liger: liger-kernel is not installed" in result.output
+        assert "not measured in step: fa4: no whole step of it is measured here" in result.output
     assert "SLOWER: llama-tiny step ops: time over that of torch" in result.output
     assert "llama-tiny 4 x 256: torch takes 0.91 of our time" in result.output
 

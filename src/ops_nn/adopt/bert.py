@@ -13,31 +13,53 @@ from ops_nn.models.output import ModelOutput
 
 
 def _layer() -> Any:
-    def forward(self: Any, hidden: Any, attention_mask: Tensor | None = None, narrow: bool = False) -> Any:
+    def forward(
+        self: Any,
+        hidden: Any,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        narrow: bool = False,
+    ) -> Any:
         if not om.is_enabled():
-            return type(self).forward(self, hidden, attention_mask)
-        x = om.residual_attention(hidden, None, self.attention, norm_first=False, attention_mask=attention_mask, narrow=True)
+            return type(self).forward(self, hidden, attention_mask, cu_seqlens, max_seqlen)
+        options: dict[str, Any] = {"attention_mask": attention_mask}
+        if cu_seqlens is not None:
+            options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        x = om.residual_attention(hidden, None, self.attention, norm_first=False, narrow=True, **options)
         return om.residual_mlp(x, None, self, norm_first=False, narrow=narrow)
 
     return forward
 
 
 def _encoder() -> Any:
-    def forward(self: Any, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self: Any, hidden: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+    ) -> Tensor:
         if not om.is_enabled():
-            return type(self).forward(self, hidden, attention_mask)
+            return type(self).forward(self, hidden, attention_mask, cu_seqlens, max_seqlen)
+        options = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         with om.cast_weights(self):
-            return chain.run(self.layer, hidden, "narrow", to_the_end=False, attention_mask=attention_mask)
+            return chain.run(self.layer, hidden, "narrow", to_the_end=False, **options)
 
     return forward
 
 
 def _masked_lm() -> Any:
-    def forward(self: Any, input_ids: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None) -> ModelOutput:
+    def forward(
+        self: Any,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> ModelOutput:
         if labels is None or not self.training or not om.is_enabled() or head.why_not_masked(self.cls):
-            return type(self).forward(self, input_ids, labels, attention_mask)
+            return type(self).forward(self, input_ids, labels, attention_mask, position_ids, cu_seqlens, max_seqlen)
         rows = head.labelled_rows(labels)
-        return ModelOutput(head.masked_loss(self.bert(input_ids, attention_mask), self.cls.predictions, labels, rows), None)
+        hidden = self.bert(input_ids, attention_mask, position_ids, cu_seqlens, max_seqlen)
+        return ModelOutput(head.masked_loss(hidden, self.cls.predictions, labels, rows), None)
 
     return forward
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ops_nn.models.documents import document_mask
 from ops_nn.models.output import ModelOutput, token_loss
 
 
@@ -51,15 +52,15 @@ class BertEmbeddings(nn.Module):
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Embed `[B, S]` token ids as `[B, S, C]`; every token is of segment 0."""
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Embed `[B, S]` token ids as `[B, S, C]`; every token is of segment 0. `position_ids` `[B, S]` count from 0 when left out."""
         length, limit = input_ids.shape[1], self.position_embeddings.num_embeddings
-        if length > limit:
+        if position_ids is None and length > limit:
             raise ValueError(
                 f"BertEmbeddings: input_ids needs at most {limit} positions; got {length}; shorten the sequence or "
                 "build the model with a larger max_position_embeddings"
             )
-        positions = torch.arange(length, device=input_ids.device)
+        positions = torch.arange(length, device=input_ids.device) if position_ids is None else position_ids
         x = self.word_embeddings(input_ids) + self.token_type_embeddings(torch.zeros_like(input_ids))
         return self.dropout(self.LayerNorm(x + self.position_embeddings(positions)))
 
@@ -76,17 +77,24 @@ class BertSelfAttention(nn.Module):
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
         self.dropout = nn.Dropout(config.attention_dropout)
 
-    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Attend to every position that is not padding.
+    def forward(
+        self, hidden: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+    ) -> Tensor:
+        """Attend to every position of the sequence or document that is not padding.
 
         Args:
             hidden: `[B, S, C]`.
             attention_mask: `[B, S]`, true (or 1) at real tokens.
+            cu_seqlens: `[documents + 1]` integers, where documents begin among the `B * S` tokens; None for one a row.
+            max_seqlen: length of the longest document [tokens]; not read here.
         """
         batch, length, _ = hidden.shape
         heads = (batch, length, self.num_attention_heads, self.attention_head_size)
         q_BHSD, k_BHSD, v_BHSD = (linear(hidden).view(heads).transpose(1, 2) for linear in (self.query, self.key, self.value))
         mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
+        if cu_seqlens is not None:
+            own = document_mask(cu_seqlens, batch, length, causal=False)
+            mask = own if mask is None else own & mask
         dropout_p = self.dropout.p if self.training else 0.0
         out_BHSD = F.scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, attn_mask=mask, dropout_p=dropout_p)
         return out_BHSD.transpose(1, 2).reshape(batch, length, -1)
@@ -114,9 +122,11 @@ class BertAttention(nn.Module):
         self.self = BertSelfAttention(config)
         self.output = BertSelfOutput(config)
 
-    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Attention block over `[B, S, C]`; `attention_mask` `[B, S]` is true at real tokens."""
-        return self.output(self.self(hidden, attention_mask), hidden)
+    def forward(
+        self, hidden: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+    ) -> Tensor:
+        """Attention block over `[B, S, C]`; `attention_mask` `[B, S]` is true at real tokens, documents are as in the attention."""
+        return self.output(self.self(hidden, attention_mask, cu_seqlens, max_seqlen), hidden)
 
 
 class BertIntermediate(nn.Module):
@@ -154,9 +164,11 @@ class BertLayer(nn.Module):
         self.intermediate = BertIntermediate(config)
         self.output = BertOutput(config)
 
-    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Transform `[B, S, C]`; `attention_mask` `[B, S]` is true at real tokens."""
-        hidden = self.attention(hidden, attention_mask)
+    def forward(
+        self, hidden: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+    ) -> Tensor:
+        """Transform `[B, S, C]`; `attention_mask` `[B, S]` is true at real tokens, documents are as in the attention."""
+        hidden = self.attention(hidden, attention_mask, cu_seqlens, max_seqlen)
         return self.output(self.intermediate(hidden), hidden)
 
 
@@ -167,10 +179,12 @@ class BertEncoder(nn.Module):
         super().__init__()
         self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.num_layers))
 
-    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+    ) -> Tensor:
         """Apply the blocks in order to `[B, S, C]`."""
         for layer in self.layer:
-            hidden = layer(hidden, attention_mask)
+            hidden = layer(hidden, attention_mask, cu_seqlens, max_seqlen)
         return hidden
 
 
@@ -182,9 +196,16 @@ class BertModel(nn.Module):
         self.embeddings = BertEmbeddings(config)
         self.encoder = BertEncoder(config)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Encode `[B, S]` token ids as `[B, S, C]`."""
-        return self.encoder(self.embeddings(input_ids), attention_mask)
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Encode `[B, S]` token ids as `[B, S, C]`; the rest as `BertForMaskedLM` takes it."""
+        return self.encoder(self.embeddings(input_ids, position_ids), attention_mask, cu_seqlens, max_seqlen)
 
 
 class BertPredictionHeadTransform(nn.Module):
@@ -246,15 +267,27 @@ class BertForMaskedLM(nn.Module):
             else:
                 parameter.fill_(1.0 if name.endswith("LayerNorm.weight") else 0.0)
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None) -> ModelOutput:
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> ModelOutput:
         """Logits of every position and, with labels, the loss over the masked ones.
 
         Args:
             input_ids: `[B, S]` int64 token ids, some replaced by the mask token.
             labels: `[B, S]` int64, the original token where one was masked, -100 elsewhere.
             attention_mask: `[B, S]`, true (or 1) at real tokens; None means no padding.
+            position_ids: `[B, S]` integers; without them positions count from 0 in each row.
+            cu_seqlens: `[documents + 1]` integers, where documents begin among the `B * S` tokens, and their number: a token sees its own
+                document alone. None for one document a row.
+            max_seqlen: at least the length of the longest document [tokens].
         """
-        logits = self.cls(self.bert(input_ids, attention_mask))
+        logits = self.cls(self.bert(input_ids, attention_mask, position_ids, cu_seqlens, max_seqlen))
         if labels is None:
             return ModelOutput(None, logits)
         return ModelOutput(token_loss(logits, labels), logits)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ops_nn.models.documents import document_mask
 from ops_nn.models.output import ModelOutput, token_loss
 
 
@@ -144,12 +146,16 @@ class LlamaAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-        """Attend within each sequence.
+    def forward(
+        self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+    ) -> Tensor:
+        """Attend within each sequence or document.
 
         Args:
             x: `[B, S, C]`.
             position_embeddings: cosine and sine tables, each `[S, D]` or `[B, S, D]`.
+            cu_seqlens: `[documents + 1]` integers, where documents begin among the `B * S` tokens; None for one a row.
+            max_seqlen: length of the longest document [tokens]; not read here.
         """
         batch, length, _ = x.shape
         q_BHSD = self.q_proj(x).view(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
@@ -157,7 +163,9 @@ class LlamaAttention(nn.Module):
         v_BKSD = self.v_proj(x).view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
         q_BHSD = apply_rotary(q_BHSD, *position_embeddings)
         k_BKSD = apply_rotary(k_BKSD, *position_embeddings)
-        out_BHSD = F.scaled_dot_product_attention(q_BHSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=self.num_heads != self.num_kv_heads)
+        mask = None if cu_seqlens is None else document_mask(cu_seqlens, batch, length, causal=True)
+        grouped = self.num_heads != self.num_kv_heads
+        out_BHSD = F.scaled_dot_product_attention(q_BHSD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
         return self.o_proj(out_BHSD.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -185,9 +193,13 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-        """Transform `[B, S, C]` with rotary tables `[S, D]` or `[B, S, D]`."""
-        x = x + self.self_attn(self.input_layernorm(x), position_embeddings=position_embeddings)
+    def forward(
+        self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+    ) -> Tensor:
+        """Transform `[B, S, C]` with rotary tables `[S, D]` or `[B, S, D]`; documents as the attention takes them."""
+        h = self.input_layernorm(x)
+        documents = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        x = x + self.self_attn(h, position_embeddings=position_embeddings, **documents)
         x = x + self.mlp(self.post_attention_layernorm(x))
         return x
 
@@ -202,12 +214,16 @@ class LlamaModel(nn.Module):
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Normalised hidden states `[B, S, C]` of `[B, S]` token ids."""
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+    ) -> Tensor:
+        """Normalised hidden states `[B, S, C]` of `[B, S]` token ids; the rest as `LlamaForCausalLM` takes it."""
         x = self.embed_tokens(input_ids)
-        position_embeddings = self.rotary_emb(x)
+        options: dict[str, Any] = {"position_embeddings": self.rotary_emb(x, position_ids)}
+        if cu_seqlens is not None:
+            options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         for layer in self.layers:
-            x = layer(x, position_embeddings=position_embeddings)
+            x = layer(x, **options)
         return self.norm(x)
 
 
@@ -231,15 +247,26 @@ class LlamaForCausalLM(nn.Module):
             else:
                 parameter.normal_(0.0, self.config.initializer_range, generator=generator)
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> ModelOutput:
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> ModelOutput:
         """Next-token logits and, with labels, their loss.
 
         Args:
             input_ids: `[B, S]` int64 token ids.
             labels: `[B, S]` int64, already shifted: `labels[b, s]` is the token that follows
                 `input_ids[b, s]`; -100 is not counted.
+            position_ids: `[B, S]` integers; without them positions count from 0 in each row.
+            cu_seqlens: `[documents + 1]` integers, where documents begin among the `B * S` tokens, and their number: a token sees its own
+                document alone. None for one document a row.
+            max_seqlen: at least the length of the longest document [tokens].
         """
-        logits = self.lm_head(self.model(input_ids))
+        logits = self.lm_head(self.model(input_ids, position_ids, cu_seqlens, max_seqlen))
         if labels is None:
             return ModelOutput(None, logits)
         return ModelOutput(token_loss(logits, labels), logits)

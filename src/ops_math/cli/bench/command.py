@@ -12,14 +12,16 @@ import typer
 from rich.console import Console
 
 from ops_math import checks
-from ops_math.cli.bench import baseline, calls, driver, live, optimizer, rivals, show, steps
+from ops_math.cli.bench import baseline, calls, contenders, driver, liger, live, optimizer, rivals, show, steps
+from ops_math.cli.bench import floor as floors
 from ops_math.cli.bench.clock import clock_for
 from ops_math.spec import DTYPE_OF
 
 ALL, STEP = "all", "step"
 HELD_SESSIONS = 5  # with --save and --check: enough to see how much a row moves from session to session
 FAILED = 1
-STEP_OF = {"torch": steps.PLAIN, "compile": "compile"}
+STEP_OF = {"torch": steps.PLAIN, "compile": steps.COMPILE, "liger": steps.LIGER}
+STEP_OURS = (steps.OURS, steps.PACKED)
 
 
 class Found(NamedTuple):
@@ -47,6 +49,8 @@ class Asked(NamedTuple):
     seed: int
     compiled: bool
     model: str
+    variants: tuple[str, ...] = ()
+    floor: bool = False
 
 
 def plans(asked: Asked) -> list[driver.Plan]:
@@ -103,12 +107,22 @@ def measure_operators(asked: Asked, facts: dict[str, Any], console: Console) -> 
 
 def measure_step(asked: Asked, facts: dict[str, Any], console: Console) -> Found:
     """Measure whole steps of a model."""
-    variants = [STEP_OF[name] for name in asked.names if name in STEP_OF] + [steps.OURS, steps.PACKED]
+    rivals_of = [STEP_OF[name] for name in asked.names if name in STEP_OF]
+    ours = list(dict.fromkeys([*STEP_OURS, *asked.variants]))
     missing = {f"{name}: no whole step of it is measured here": STEP for name in asked.names if name not in STEP_OF}
+    if steps.LIGER in rivals_of:
+        try:
+            liger.installed()
+        except rivals.AbsentError as error:
+            missing[f"{steps.LIGER}: {error}"] = STEP
+            rivals_of.remove(steps.LIGER)
     with console.status("") as status:
-        found = steps.measure(asked.model, variants, asked.device.type, sessions=asked.sessions, tell=status.update)
+        found = steps.measure(
+            asked.model, list(dict.fromkeys([*rivals_of, *ours])), asked.device.type, sessions=asked.sessions, tell=status.update,
+            with_floor=asked.floor,
+        )  # fmt: skip
     call, kept = f"{asked.model} step", {}
-    for variant in (steps.OURS, steps.PACKED):
+    for variant in (name for name in ours if found.sessions and name in found.sessions[0]):
         metrics = {"time over that of torch": steps.ratios(found.sessions, variant)}
         kept[f"{call} {variant}"] = {"op": STEP, "call": call, "metrics": metrics, "facts": facts}
     return Found(found.rows, kept, missing, found.failed, False)
@@ -117,6 +131,7 @@ def measure_step(asked: Asked, facts: dict[str, Any], console: Console) -> Found
 def check_options(
     function: str, vs: str | None, shapes: list[str], dtype: str | None, device: str | None, seconds: float,
     sessions: int | None, held: bool, random: int, keywords: list[str], seed: int, compiled: bool | None, model: str | None,
+    variants: str = "", floor: bool = False,
 ) -> Asked:  # fmt: skip
     """The options as they are meant, or an error in words."""
     checks.one_of("bench", "OP", function, (*calls.CALLS, optimizer.NAME, ALL, STEP))
@@ -143,11 +158,17 @@ def check_options(
         checks.fail("bench", "--sessions", words, str(sessions), "Fewer do not show how much a row moves from session to session.")
     chosen = model or ("llama-1b" if gpu else "llama-tiny")
     checks.one_of("bench", "--model", chosen, tuple(steps.SETUPS))
+    posed = tuple(name for name in variants.split(",") if name)
+    for name in posed:
+        contenders.variant_of(name)
+    if (posed or floor) and function != STEP:
+        given = "--variants" if posed else "--floor"
+        checks.fail("bench", given, "used with step", function, "Leave it out, or measure a step: ops-math bench step --floor.")
     everyone = ",".join(rivals.NAMES) if gpu and function != STEP else "torch,compile" if gpu else "torch"
     return Asked(
         function, place, dtype or ("bf16" if gpu else "fp32"), rivals.asked(everyone if vs is None else vs), shapes,
         calls.keywords_of(keywords), seconds, sessions or (HELD_SESSIONS if held else 1), random, seed,
-        gpu if compiled is None else compiled, chosen,
+        gpu if compiled is None else compiled, chosen, posed, floor,
     )  # fmt: skip
 
 
@@ -175,6 +196,10 @@ def bench(
         bool | None, typer.Option("--compiled/--no-compiled", help="Time ours under torch.compile too.", show_default="on a GPU")
     ] = None,
     model: Annotated[str | None, typer.Option(help="For step: " + ", ".join(steps.SETUPS) + ".")] = None,
+    variants: Annotated[
+        str, typer.Option(help=f"For step: more variants of ours, separated by commas; each {contenders.HOW}.", show_default="none")
+    ] = "",
+    floor: Annotated[bool, typer.Option(help="For step: the least time of a step, part by part, and each variant's share.")] = False,
     results: Annotated[Path | None, typer.Option(help="Append rows to this JSON-lines file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Write an SVG.", show_default="beside a saved baseline")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
@@ -185,8 +210,9 @@ def bench(
     ours fails, has wrong numbers, or is slower than the baseline of --check.
     """
     asked = check_options(
-        function, vs, shape or [], dtype, device, seconds, sessions, bool(save or check), random, keywords or [], seed, compiled, model
-    )
+        function, vs, shape or [], dtype, device, seconds, sessions, bool(save or check), random, keywords or [], seed, compiled, model,
+        variants, floor,
+    )  # fmt: skip
     facts = live.facts(asked.device)
     before = baseline.read(baseline.path_of(check, facts["device"])) if check is not None else None
     console = Console(stderr=True)
@@ -208,14 +234,22 @@ def bench(
     if as_json:
         sys.stdout.write(json.dumps(_plain(found, surroundings, verdict), indent=2) + "\n")
     else:
-        out = Console()
-        show.tell(out, found.rows, found.missing, found.failed, surroundings)
-        if asked.random:
-            out.print(show.worst_words(found.rows), highlight=False, markup=False, soft_wrap=True)
+        _tell(found, surroundings, asked)
         if verdict is not None and check is not None:
-            show.tell_verdict(out, verdict, baseline.path_of(check, facts["device"]))
+            show.tell_verdict(Console(), verdict, baseline.path_of(check, facts["device"]))
     if found.ours_failed or (verdict is not None and verdict.failed):
         raise typer.Exit(FAILED)
+
+
+def _tell(found: Found, surroundings: dict[str, Any], asked: Asked) -> None:
+    """Everything for people."""
+    out = Console()
+    show.tell(out, found.rows, found.missing, found.failed, surroundings)
+    for row in found.rows:
+        if row["benchmark"] == floors.NAME:
+            out.print(floors.describe(row), highlight=False, markup=False, soft_wrap=True)
+    if asked.random:
+        out.print(show.worst_words(found.rows), highlight=False, markup=False, soft_wrap=True)
 
 
 def _plain(found: Found, surroundings: dict[str, Any], verdict: baseline.Verdict | None) -> dict[str, Any]:

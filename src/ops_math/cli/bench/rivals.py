@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -118,14 +119,37 @@ THEIRS: dict[str, dict[str, tuple[str, str, Callable[[], Callable[..., Any]]]]] 
 }  # fmt: skip
 
 
+def _installed(name: str, module: str) -> None:
+    """Raise AbsentError where a rival is not installed."""
+    root = module.partition(".")[0]
+    if root not in sys.modules and importlib.util.find_spec(root) is None:
+        raise AbsentError(f"{DISTRIBUTIONS[name]} is not installed")
+
+
 def _third_party(name: str, function: str) -> Subject:
     if function not in THEIRS[name]:
         raise AbsentError(f"has no {function}")
     module, wanted, make = THEIRS[name][function]
-    root = module.partition(".")[0]
-    if root not in sys.modules and importlib.util.find_spec(root) is None:
-        raise AbsentError(f"{DISTRIBUTIONS[name]} is not installed")
+    _installed(name, module)
     return Subject(name, _checked(make, module, wanted)(), own_inputs=True)
+
+
+def fa4() -> Subject:
+    """flash-attention 4 with the signature of our attention.
+
+    Raises: AbsentError where it cannot be measured here.
+    """
+    return _third_party("fa4", "attention")
+
+
+@functools.cache
+def liger(name: str) -> Callable[..., Any]:
+    """A function of Liger's own, with its own signature.
+
+    Raises: AbsentError where it cannot be measured here.
+    """
+    _installed("liger", LIGER)
+    return _take(LIGER, name)
 
 
 def asked(vs: str) -> tuple[str, ...]:

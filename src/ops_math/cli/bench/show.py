@@ -17,8 +17,8 @@ from ops_math.cli.bench.rivals import COMPILED, OURS
 from ops_math.schedule.timing import TIE
 
 Row = dict[str, Any]
-OWN = {OURS, COMPILED, "ops", "packed", "graphed"}
-STEP_NAMES = {"plain": "torch", "ops": OURS, "packed": f"{OURS} packed", "graphed": f"{OURS} graphed"}
+STEP_NAMES = {"plain": "torch", "ops": OURS}
+RIVALS_OF_STEP = ("plain", "compile", "liger")
 COLOURS = {
     OURS: "#2a6fbb",
     COMPILED: "#7fb0e3",
@@ -45,9 +45,17 @@ def where(row: Row) -> str:
     return f"{row['op']} {row['shape']} {row['dtype']} {row['phase']}"
 
 
+def own(row: Row) -> bool:
+    """Whether the subject is ours."""
+    if row["benchmark"] == "step":
+        return row["variant"].split("+")[0] not in RIVALS_OF_STEP
+    return bool(row["variant"].startswith(OURS))
+
+
 def name(row: Row) -> str:
-    """The subject's name."""
-    return str(STEP_NAMES.get(row["variant"], row["variant"]))
+    """The subject's name: `ops_math packed graphed`."""
+    words = str(STEP_NAMES.get(row["variant"], row["variant"])).replace("+", " ")
+    return f"{OURS} {words}" if row["benchmark"] == "step" and own(row) and words != OURS else words
 
 
 def ratio(row: Row) -> float | None:
@@ -75,11 +83,7 @@ def lost(rows: Iterable[Row]) -> list[str]:
     words = []
     for place, group in groups(rows).items():
         ours = next((row for row in group if row["variant"] in (OURS, "ops")), None)
-        times = [
-            (time_of(row), row)
-            for row in group
-            if row["variant"] not in OWN and not row["variant"].startswith(OURS) and not row.get("wrong")
-        ]
+        times = [(time_of(row), row) for row in group if not own(row) and not row.get("wrong")]
         known = [(time, row) for time, row in times if time is not None]
         mine = None if ours is None else time_of(ours)
         if ours is None or mine is None or not known:
@@ -122,7 +126,7 @@ def table(rows: list[Row]) -> Table:
         for row in group:
             times = _times(row) if on_gpu else ()
             over, noise, first = ratio(row), row.get("noise"), row.get("first_call_s")
-            style = "bold" if row["variant"] in OWN else None
+            style = "bold" if own(row) else None
             notes = [row.get("implementation") or "", "WRONG NUMBERS" if row.get("wrong") else ""]
             shown.add_row(
                 f"  {name(row)}", *times,
@@ -196,14 +200,14 @@ def picture(rows: list[Row], title: str) -> str:
         axes.axvline(1.0, color="#cccccc", lw=1.0, zorder=0)
         labelled: set[str] = set()
         for height, group in enumerate(reversed(list(shown.values()))):
-            for row in sorted(group, key=lambda r: r["variant"] in OWN):
+            for row in sorted(group, key=own):
                 value = row.get("share") if shares else ratio(row)
                 if value is None:
                     continue
-                own = name(row)
-                look: dict[str, Any] = {"color": COLOURS.get(own, OTHER), "marker": "D" if own in OWN else "o", "s": 34, "alpha": 0.85}
-                axes.scatter([value], [height], label=None if own in labelled else own, linewidths=0, **look)
-                labelled.add(own)
+                who = name(row)
+                look: dict[str, Any] = {"color": COLOURS.get(who, OTHER), "marker": "D" if own(row) else "o", "s": 34, "alpha": 0.85}
+                axes.scatter([value], [height], label=None if who in labelled else who, linewidths=0, **look)
+                labelled.add(who)
         axes.set_yticks(range(len(shown)), list(reversed(shown)))
         axes.set_xlabel("share of the ceiling (more is better)" if shares else "time over plain PyTorch's (less is better)")
         axes.set_title(title, loc="left", fontsize=9.0)

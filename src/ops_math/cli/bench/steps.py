@@ -16,22 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ops_math.cli.bench.clock import turns
+from ops_math import checks
+from ops_math.cli.bench import floor
+from ops_math.cli.bench.clock import clock_for, turns
+from ops_math.cli.bench.contenders import ADAMW, COMPILE, GRAPHED, LIGER, OURS, PACKED, PLAIN, Runner, Setup, variant_of
+from ops_math.cli.bench.rivals import AbsentError
 from ops_math.cli.bench.spread import spread
-from ops_math.graphs import graphed_step
+from ops_math.cli.bench.workloads import DOCUMENTS, FIXED, TRIMMED
 from ops_math.schedule.ceilings import synchronize
 from ops_math.schedule.trial import in_words
-from ops_nn.models import PRESETS, build
-
-
-class Setup(NamedTuple):
-    """Batch [sequences], length [tokens], dtype of the parameters, and whether the forward runs under bf16 autocast."""
-
-    batch: int
-    seq: int
-    dtype: torch.dtype
-    autocast: bool
-
 
 SETUPS = {
     "llama-1b": Setup(8, 2048, torch.bfloat16, False),
@@ -39,48 +32,10 @@ SETUPS = {
     "llama-150m": Setup(8, 1024, torch.bfloat16, False),
     "llama-tiny": Setup(4, 256, torch.float32, False),
 }
-# packed: ours, with weights that share an input laid together; graphed: ours, with the whole step replayed as one CUDA graph
-PLAIN, OURS, PACKED, GRAPHED = "plain", "ops", "packed", "graphed"
-VARIANTS = (PLAIN, "compile", OURS, PACKED, GRAPHED)
+# Some that are of use; any that `contenders.variant_of` reads will do.
+VARIANTS = (PLAIN, COMPILE, LIGER, OURS, PACKED, GRAPHED, f"{PACKED}+{GRAPHED}", f"{PACKED}+{GRAPHED}+{ADAMW}", DOCUMENTS, TRIMMED)
 WARM, MEASURED = 4, 12
 FEW = 2  # warm steps on a CPU
-
-
-class Runner:
-    """One model with its optimizer, and a step."""
-
-    def __init__(
-        self, name: str, variant: str, batch: int, seq: int, dtype: torch.dtype, autocast: bool, device: str, seed: int = 0
-    ) -> None:
-        self.variant, self.device, self.autocast = variant, device, autocast
-        self.model = build(name, seed=seed, device=device, dtype=dtype).train()
-        if variant in (OURS, PACKED, GRAPHED):
-            from ops_nn.adopt import adopt  # plain runs must not need it
-
-            self.adopted = adopt(self.model, pack=variant == PACKED)
-        self.call: Callable[..., Any] = torch.compile(self.model) if variant == "compile" else self.model
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        generator = torch.Generator(device=device).manual_seed(seed)
-        self.ids = torch.randint(0, PRESETS[name].config.vocab_size, (batch, seq), device=device, generator=generator)
-        self.labels = self.ids if PRESETS[name].masked else torch.cat([self.ids[:, 1:], self.ids.new_full((batch, 1), -100)], 1)
-        self.graphed = graphed_step(self.train, optimizer=self.optimizer) if variant == GRAPHED else None
-
-    def loss(self) -> torch.Tensor:
-        """The loss of one forward."""
-        with torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.autocast):
-            return self.call(self.ids, labels=self.labels).loss
-
-    def step(self) -> torch.Tensor:
-        """Forward, backward, optimizer, as the variant does it."""
-        return self.train() if self.graphed is None else self.graphed()
-
-    def train(self) -> torch.Tensor:
-        """Forward, backward, optimizer."""
-        loss = self.loss()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss
 
 
 def free() -> None:
@@ -200,19 +155,22 @@ def measure(
     sessions: int = 1,
     tell: Callable[[str], None] = lambda words: None,
     table: Callable[[str], None] | None = None,
+    with_floor: bool = False,
 ) -> Stepped:
     """Measure whole steps of a model.
 
     Args:
         name: of a preset.
-        variants: of `VARIANTS`; without plain there are no ratios.
+        variants: names that `contenders.variant_of` reads, `VARIANTS` among them; without plain there are no ratios.
         device: `cpu` or `cuda`.
         setup: by default that of `SETUPS`.
         sessions: how often models are built anew and timed.
         tell: is told in a few words what is being done.
         table: is given the table of each variant's kernels, on a GPU.
+        with_floor: whether the least time of a step is worked out too, part by part (see `floor`), and every variant's share of it.
 
-    Returns: a row for each variant that ran. On a CPU it has ratios to plain PyTorch and no times, and no memory or kernels.
+    Returns: a row for each variant that ran, and one of the floor. On a CPU rows have ratios to plain PyTorch and no times, and no memory
+        or kernels.
     """
     setup, gpu = setup or SETUPS[name], torch.device(device).type == "cuda"
 
@@ -229,9 +187,9 @@ def measure(
             else:
                 make(variant).step()
         except Exception as error:
-            if variant != "compile":
+            if not may_drop_out(variant, error):
                 raise
-            failed[variant] = in_words(error)  # the compiler may fail on a model or for want of a C++ compiler; it is named
+            failed[variant] = str(error) if isinstance(error, AbsentError | checks.UnsupportedError) else in_words(error)
             free()
     found, times = [], []
     for session in range(sessions):
@@ -243,7 +201,20 @@ def measure(
             found = [_row(name, setup, r, times, first[r.variant], peaks.get(r.variant), table) for r in runners]
         del runners
         free()
+    if with_floor:
+        tell(f"{name}: the floor")
+        least = floor.of(name, setup, lambda: make(PACKED), clock_for(torch.device(device)), free)
+        same_work = [row["variant"] for row in found if variant_of(row["variant"]).work == FIXED]
+        middles = {variant: statistics.median(ms for one in times for ms in one[variant]) for variant in same_work}
+        found.append(floor.row(name, setup, least, middles, gpu))
     return Stepped(found, times, failed)
+
+
+def may_drop_out(variant: str, error: Exception) -> bool:
+    """Whether a variant that fails is named and left out. The compiler may fail on a model or for want of a C++ compiler, a rival for any
+    reason, and a graph may be refused; what of ours fails otherwise fails the command."""
+    kind = variant_of(variant)
+    return kind.base in (COMPILE, LIGER) or (kind.graph and isinstance(error, checks.UnsupportedError))
 
 
 def _row(
@@ -258,26 +229,29 @@ def _row(
     taken = [ms for one in sessions for ms in one[runner.variant]]
     row: dict[str, Any] = {
         "benchmark": "step", "model": name, "variant": runner.variant, "batch": setup.batch, "seq": setup.seq,
-        "visits": len(taken), "sessions": len(sessions),
+        "visits": len(taken), "sessions": len(sessions), "tokens": runner.tokens,
     }  # fmt: skip
     if PLAIN in sessions[0]:
-        ratio = spread(list(itertools.chain.from_iterable(ratios(sessions, runner.variant))))
+        each = setup.batch * setup.seq / runner.tokens  # plain PyTorch's work is full sequences: times are compared a token
+        ratio = spread([r * each for r in itertools.chain.from_iterable(ratios(sessions, runner.variant))])
         row |= {"ratio_to_plain": round(ratio.middle, 4), "noise": round(ratio.noise, 4)}
     if torch.device(runner.device).type == "cuda":
         count, busy = kernels(runner, table)
         middle = statistics.median(taken)
-        row |= {"step_ms": middle, "step_ms_all": taken, "tokens_per_s": setup.batch * setup.seq / middle * 1e3}
+        row |= {"step_ms": middle, "step_ms_all": taken, "tokens_per_s": runner.tokens / middle * 1e3}
         row |= {"samples_per_s": setup.batch / middle * 1e3, "peak_gib": peak, "kernels": count, "busy": busy / middle}
     return row | {"first_loss": first, "last_loss": runner.step().item()}
 
 
 def ratios(sessions: list[dict[str, list[float]]], variant: str) -> list[list[float]]:
-    """Step times over plain PyTorch's, step by step, of each session."""
+    """Step times over plain PyTorch's, step by step, of each session; not by token."""
     return [[a / b for a, b in zip(one[variant], one[PLAIN], strict=True)] for one in sessions]
 
 
 def describe(row: dict[str, Any]) -> str:
     """A result row in one line."""
+    if row["benchmark"] == floor.NAME:
+        return floor.describe(row)
     what = f"{row['model']} {row['variant']}:"
     if "ratio_to_plain" in row:
         what += f" {row['ratio_to_plain']:.3f} of plain PyTorch's time ±{row['noise']:.1%}"

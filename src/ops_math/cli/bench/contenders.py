@@ -1,0 +1,105 @@
+"""Who runs a whole step: a model as plain PyTorch, compiled, with Liger's operators or with ours, and with what of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ops_math import checks
+from ops_math.cli.bench import liger, workloads
+from ops_math.graphs import graphed_step
+from ops_nn.models import build
+
+PLAIN, COMPILE, LIGER, OURS = "plain", "compile", "liger", "ops"
+# packed: weights that share an input laid together; graphed: the whole step replayed as one CUDA graph; adamw: ops_nn.optim.AdamW
+PACKED, GRAPHED, ADAMW = "packed", "graphed", "adamw"
+BASES, EXTRAS = (PLAIN, COMPILE, LIGER, OURS), (PACKED, GRAPHED, ADAMW)
+WORK = (workloads.DOCUMENTS, workloads.PADDED, workloads.TRIMMED)
+HOW = f"words joined by +: one of {', '.join(BASES)} (left out: ops), with {', '.join(EXTRAS)}, on one of {', '.join(WORK)}"
+
+
+class Setup(NamedTuple):
+    """Batch [sequences], length [tokens], dtype of the parameters, and whether the forward runs under bf16 autocast."""
+
+    batch: int
+    seq: int
+    dtype: torch.dtype
+    autocast: bool
+
+
+class Variant(NamedTuple):
+    """What a variant's name says: whose operators, what of ours besides, which optimizer, on what work."""
+
+    base: str
+    pack: bool
+    graph: bool
+    adamw: bool
+    work: str
+
+
+def variant_of(name: str) -> Variant:
+    """`packed+graphed` in parts.
+
+    Raises: ArgumentError for words that mean nothing, or not together.
+    """
+    words = name.split("+")
+    bases, work = [w for w in words if w in BASES], [w for w in words if w in WORK]
+    known = all(word in (*BASES, *EXTRAS, *WORK) for word in words)
+    if not known or len(set(words)) < len(words) or len(bases) > 1 or len(work) > 1:
+        checks.fail("bench step", "a variant", HOW, repr(name), "Write it like packed+graphed.")
+    base = bases[0] if bases else OURS
+    if PACKED in words and base != OURS:
+        checks.fail("bench step", "packed", "used with our operators", repr(name), "Leave one of them out.")
+    return Variant(base, PACKED in words, GRAPHED in words, ADAMW in words, work[0] if work else workloads.FIXED)
+
+
+class Runner:
+    """One model with its optimizer, and a step.
+
+    Attributes:
+        variant: its name.
+        tokens: that a step learns from and that are not padding.
+    """
+
+    def __init__(
+        self, name: str, variant: str, batch: int, seq: int, dtype: torch.dtype, autocast: bool, device: str, seed: int = 0
+    ) -> None:
+        self.variant, self.device, self.autocast = variant, device, autocast
+        kind = variant_of(variant)
+        self.model = build(name, seed=seed, device=device, dtype=dtype).train()
+        if kind.base == OURS:
+            from ops_nn.adopt import adopt  # plain runs must not need it
+
+            self.adopted = adopt(self.model, pack=kind.pack)
+        elif kind.base == LIGER:
+            liger.put_in(self.model)
+        self.call: Callable[..., Any] = torch.compile(self.model) if kind.base == COMPILE else self.model
+        self.optimizer = self._optimizer(kind.adamw)
+        self.inputs, self.tokens = workloads.workload(kind.work, name, batch, seq, device, seed)
+        self.graphed = graphed_step(self.train, optimizer=self.optimizer) if kind.graph else None
+
+    def _optimizer(self, ours: bool) -> torch.optim.Optimizer:
+        if not ours:
+            return torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        from ops_nn.optim import AdamW
+
+        return AdamW(self.model.parameters(), lr=1e-4)
+
+    def loss(self) -> torch.Tensor:
+        """The loss of one forward."""
+        with torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.autocast):
+            return self.call(**self.inputs).loss
+
+    def step(self) -> torch.Tensor:
+        """Forward, backward, optimizer, as the variant does it."""
+        return self.train() if self.graphed is None else self.graphed()
+
+    def train(self) -> torch.Tensor:
+        """Forward, backward, optimizer."""
+        loss = self.loss()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
