@@ -17,8 +17,9 @@ SMALL = steps.Setup(2, 32, torch.float32, False)
 def test_a_name_is_words_joined_by_plus_in_any_order():
     packed = contenders.variant_of("packed+graphed+adamw")
     assert packed == contenders.variant_of("adamw+ops+graphed+packed")
-    assert packed == contenders.Variant("ops", True, True, True, "fixed")
-    assert contenders.variant_of("plain+documents") == contenders.Variant("plain", False, False, False, "documents")
+    assert packed == contenders.Variant("ops", True, True, True, False, "fixed")
+    assert contenders.variant_of("lean").lean
+    assert contenders.variant_of("plain+documents") == contenders.Variant("plain", False, False, False, False, "documents")
     for name in steps.VARIANTS:
         contenders.variant_of(name)
 

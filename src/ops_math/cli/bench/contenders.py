@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -10,12 +11,14 @@ import torch
 from ops_math import checks
 from ops_math.cli.bench import liger, workloads
 from ops_math.graphs import graphed_step
+from ops_math.recompute import recompute_norms
 from ops_nn.models import build
 
 PLAIN, COMPILE, LIGER, OURS = "plain", "compile", "liger", "ops"
-# packed: weights that share an input laid together; graphed: the whole step replayed as one CUDA graph; adamw: ops_nn.optim.AdamW
-PACKED, GRAPHED, ADAMW = "packed", "graphed", "adamw"
-BASES, EXTRAS = (PLAIN, COMPILE, LIGER, OURS), (PACKED, GRAPHED, ADAMW)
+# packed: weights that share an input laid together; graphed: the whole step replayed as one CUDA graph; adamw: ops_nn.optim.AdamW;
+# lean: outputs of norms made again in the backward
+PACKED, GRAPHED, ADAMW, LEAN = "packed", "graphed", "adamw", "lean"
+BASES, EXTRAS = (PLAIN, COMPILE, LIGER, OURS), (PACKED, GRAPHED, ADAMW, LEAN)
 WORK = (workloads.DOCUMENTS, workloads.PADDED, workloads.TRIMMED)
 HOW = f"words joined by +: one of {', '.join(BASES)} (left out: ops), with {', '.join(EXTRAS)}, on one of {', '.join(WORK)}"
 
@@ -30,12 +33,13 @@ class Setup(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What a variant's name says: whose operators, what of ours besides, which optimizer, on what work."""
+    """What a variant's name says: whose operators, what of ours besides, which optimizer, what is kept, on what work."""
 
     base: str
     pack: bool
     graph: bool
     adamw: bool
+    lean: bool
     work: str
 
 
@@ -50,9 +54,11 @@ def variant_of(name: str) -> Variant:
     if not known or len(set(words)) < len(words) or len(bases) > 1 or len(work) > 1:
         checks.fail("bench step", "a variant", HOW, repr(name), "Write it like packed+graphed.")
     base = bases[0] if bases else OURS
-    if PACKED in words and base != OURS:
-        checks.fail("bench step", "packed", "used with our operators", repr(name), "Leave one of them out.")
-    return Variant(base, PACKED in words, GRAPHED in words, ADAMW in words, work[0] if work else workloads.FIXED)
+    for word in (PACKED, LEAN):
+        if word in words and base != OURS:
+            checks.fail("bench step", word, "used with our operators", repr(name), "Leave one of them out.")
+    pack, graph, adamw, lean = (word in words for word in EXTRAS)
+    return Variant(base, pack, graph, adamw, lean, work[0] if work else workloads.FIXED)
 
 
 class Runner:
@@ -67,7 +73,7 @@ class Runner:
         self, name: str, variant: str, batch: int, seq: int, dtype: torch.dtype, autocast: bool, device: str, seed: int = 0
     ) -> None:
         self.variant, self.device, self.autocast = variant, device, autocast
-        kind = variant_of(variant)
+        self.kind = kind = variant_of(variant)
         self.model = build(name, seed=seed, device=device, dtype=dtype).train()
         if kind.base == OURS:
             from ops_nn.adopt import adopt  # plain runs must not need it
@@ -89,7 +95,8 @@ class Runner:
 
     def loss(self) -> torch.Tensor:
         """The loss of one forward."""
-        with torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.autocast):
+        lean = recompute_norms() if self.kind.lean else nullcontext()
+        with lean, torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.autocast):
             return self.call(**self.inputs).loss
 
     def step(self) -> torch.Tensor:
