@@ -7,7 +7,7 @@ stay in fp32 until they are multiplied with the loss's gradient and divided, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -222,11 +222,12 @@ def finish(
     dx: torch.Tensor | None,
     dw: torch.Tensor | None,
     db: torch.Tensor | None,
+    multiply: Callable[..., torch.Tensor] = torch.mul,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients times scale / divisor, each rounded once to its input's dtype."""
+    """Gradients times scale / divisor, each rounded once to its input's dtype. `multiply` is called as `torch.mul` is."""
     factor = factor_of(scale, divisor)
     results = []
     for grad, name, needed in ((dx, p.x, p.need_dx), (dw, p.weight, p.need_dw), (db, p.bias or p.weight, p.need_db)):
         out = torch.empty(grad.shape if needed and grad is not None else (0,), dtype=DTYPE_OF[name], device=x.device)
-        results.append(torch.mul(grad, factor, out=out) if needed and grad is not None else out)
+        results.append(multiply(grad, factor, out=out) if needed and grad is not None else out)
     return results[0].view(x.shape) if p.need_dx else results[0], results[1], results[2]
