@@ -15,6 +15,7 @@ from ops_math import features
 
 _COMPILED: dict[tuple[Any, ...], tuple[Any, Any, Any, tuple[Any, ...]]] = {}
 STARTED: set[Any] = set()  # every kernel that went Triton's own way; `null` makes them forget what they compiled
+DIRECT = {"cuda"}  # kinds of devices whose kernels are started directly; tools/host_path.py adds one that computes nothing
 _LIMIT = 8192  # kept kernels by key; a run with ever new shapes starts over instead of growing
 _PLAIN = (int, float, bool, type(None))
 ALIGNMENT = 16  # bytes, a power of two; Triton reads wider where a pointer is a multiple of it
@@ -42,7 +43,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, n
         else:  # a tensor descriptor is encoded anew for each call, and is no key
             _start(kernel, grid, args, num_warps, num_stages, constants)
             return
-    if device is None or device.type != "cuda" or _HIP:  # meta tensors, the interpreter; AMD specialises on more
+    if device is None or device.type not in DIRECT or _HIP:  # meta tensors, the interpreter; AMD specialises on more
         _start(kernel, grid, args, num_warps, num_stages, constants)
         return
     index = device.index
@@ -56,6 +57,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, n
     run, function, metadata, tail = found
     x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
     run(x, y, z, features.raw_stream(index), function, metadata, None, None, None, *args, *tail)
+
+
+def forget() -> None:
+    """Drop every kept kernel: what they were compiled for is gone."""
+    _COMPILED.clear()
 
 
 def _start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], num_warps: int, num_stages: int, constants: dict[str, Any]) -> Any:
