@@ -20,7 +20,6 @@ from ops_math.testing.crosscompile import calls_of
 
 pytest.importorskip("triton", reason="missing capability: Triton")
 
-PLAIN = (int, float, bool, type(None))
 COMPUTES = "linear_cross_entropy"  # whose launchers call PyTorch's products between kernels
 OPERATORS = [n for n, op in catalog.operators().items() if any(i.name == "triton_gpu" for i in op.implementations())]
 
@@ -69,8 +68,11 @@ def symbols(starts, tensors, made):
                 return 0
         elif type(a) is int and a > 2**32:
             address = a
+        elif hasattr(a, "block_shape"):
+            fields = {name: value for name, value in vars(a).items() if name != "base"}
+            return str(fields), symbol(a.base.data_ptr(), place), a.base.dtype
         else:
-            return a if isinstance(a, PLAIN) else type(a).__name__
+            return a
         for number, t in enumerate(tensors):
             if t is not None and t.data_ptr() == address:
                 return f"tensor {number}"

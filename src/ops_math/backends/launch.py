@@ -59,9 +59,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, n
             if device is None:
                 device = a.device
             key += (a.dtype, a.data_ptr() & _LOW)
-        else:  # a tensor descriptor is encoded anew for each call, and is no key
-            device = None
-            break
+        else:
+            described = _described(a)
+            if described is None:
+                device = None
+                break
+            key += described
     kept, found = None, None
     if device is not None and device.type in DIRECT and not _HIP:  # not meta tensors, the interpreter; AMD specialises on more
         index = device.index
@@ -78,6 +81,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, n
         run(x, y, z, features.raw_stream(index), function, metadata, None, None, None, *args, *tail)
     if _TAPE.starts is not None:
         _TAPE.starts.append((found, grid, args))
+
+
+def _described(a: Any) -> tuple[Any, ...] | None:
+    """What a kernel may be specialised for of a tensor descriptor (its launcher encodes it anew at each start); None for anything else."""
+    if type(a).__name__ != "TensorDescriptor":
+        return None
+    fields = (tuple(value) if isinstance(value, list | tuple) else value for name, value in vars(a).items() if name != "base")
+    return (type(a), a.base.dtype, a.base.data_ptr() & _LOW, *fields)
 
 
 @contextmanager

@@ -29,6 +29,17 @@ class Buffer(NamedTuple):
     dtype: torch.dtype
 
 
+class Descriptor(NamedTuple):
+    """A tensor descriptor among the arguments of a kernel, without its tensor."""
+
+    place: int
+    tensor: int
+    after: int
+    kind: type
+    fields: dict[str, Any]
+    dtype: torch.dtype
+
+
 class Start(NamedTuple):
     """A kernel to start: what `launch` keeps of it, its grid, its arguments, and (place, tensor, bytes after its address) of each pointer.
 
@@ -39,6 +50,20 @@ class Start(NamedTuple):
     grid: tuple[int, int, int]
     arguments: tuple[Any, ...]
     pointers: tuple[tuple[int, int, int], ...]
+    descriptors: tuple[Descriptor, ...]
+
+
+class Address:
+    """Stands for a tensor where only its address is asked for."""
+
+    __slots__ = ("address", "dtype")
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
+
+    def data_ptr(self) -> int:
+        """As of a tensor."""
+        return self.address
 
 
 class Result(NamedTuple):
@@ -110,9 +135,15 @@ def _start_of(kept: launching.Kept | None, grid: tuple[int, ...], args: tuple[An
         raise _NotPlannedError("a kernel that Triton starts itself")
     places = [place for place, a in enumerate(args) if isinstance(a, torch.Tensor) and a.numel()]  # one without elements has address 0
     pointers = tuple((place, *_find(args[place], watch, len(tensors), tensors)) for place in places)
-    arguments = tuple(0 if isinstance(a, torch.Tensor) else a for a in args) + kept.tail
+    described = tuple(_descriptor_of(place, a, watch, tensors) for place, a in enumerate(args) if hasattr(a, "block_shape"))
+    arguments = tuple(0 if isinstance(a, torch.Tensor) or hasattr(a, "block_shape") else a for a in args) + kept.tail
     x, y, z = (*grid, 1, 1)[:3]
-    return Start(kept, (x, y, z), arguments, pointers)
+    return Start(kept, (x, y, z), arguments, pointers, described)
+
+
+def _descriptor_of(place: int, a: Any, watch: _Watch, tensors: Tensors) -> Descriptor:
+    fields = {name: value for name, value in vars(a).items() if name != "base"}
+    return Descriptor(place, *_find(a.base, watch, len(tensors), tensors), type(a), fields, a.base.dtype)
 
 
 def _result_of(t: Any, watch: _Watch) -> Result:
@@ -171,7 +202,9 @@ def compiled(plan: Plan) -> Callable[[list[Any]], Any]:
     """
     device, index = plan.device, plan.device.index
     buffers, results, single = plan.buffers, plan.results, plan.single
-    starts = [(s.kernel.run, *s.grid, s.kernel.function, s.kernel.metadata, list(s.arguments), s.pointers) for s in plan.starts]
+    starts = [
+        (s.kernel.run, *s.grid, s.kernel.function, s.kernel.metadata, list(s.arguments), s.pointers, s.descriptors) for s in plan.starts
+    ]
     whole = results is not None and all(r.view is None for r in results)
     order = tuple(r.buffer for r in results or ())
     stream_of, low = features.raw_stream, launching.ALIGNMENT - 1
@@ -188,10 +221,13 @@ def compiled(plan: Plan) -> Callable[[list[Any]], Any]:
         if odd & low:
             return None
         stream = stream_of(index)
-        for run, x, y, z, function, metadata, arguments, pointers in starts:
+        for run, x, y, z, function, metadata, arguments, pointers, descriptors in starts:
             filled = arguments.copy()
             for place, tensor, after in pointers:
                 filled[place] = addresses[tensor] + after
+            for place, tensor, after, kind, fields, dtype in descriptors:
+                filled[place] = made_up = object.__new__(kind)
+                vars(made_up).update(fields, base=Address(addresses[tensor] + after, dtype))
             run(x, y, z, stream, function, metadata, None, None, None, *filled)
         if whole:
             return made[order[0]] if single else tuple([made[number] for number in order])
