@@ -110,17 +110,13 @@ class _Phase:
         return self.launch(known, addresses, args)
 
     def launch(self, known: _Known, addresses: list[Any] | None, args: tuple[Any, ...]) -> Any:
-        """Count the call and do it, on the tensors' device."""
+        """Count the call and do it on the tensors' device: by the plan where there is one, else by the launcher."""
+        if known.index is not None and known.index != features.current_device():
+            with torch.cuda.device(known.index):
+                return self.launch(known, addresses, args)
         counter = known.counter
         counter.calls += 1
         counter.bytes += known.num_bytes
-        if known.index is not None and known.index != features.current_device():
-            with torch.cuda.device(known.index):
-                return self.play(known, addresses, args)
-        return self.play(known, addresses, args)
-
-    def play(self, known: _Known, addresses: list[Any] | None, args: tuple[Any, ...]) -> Any:
-        """By the plan where there is one, else by the launcher."""
         if known.play is not None and addresses is not None:
             out = known.play(addresses)
             if out is not None:
@@ -157,7 +153,7 @@ class _Phase:
 def _entrance(phase: _Phase, writes: bool = False) -> Callable[..., Any]:
     """How our own code calls an operator: through PyTorch's dispatcher wherever that has something to do or somebody looks at it, else
     straight to what it would find."""
-    overload, count, kinds = phase.overload, phase.num_tensors, phase.kinds
+    overload, count, kinds, memo = phase.overload, phase.num_tensors, phase.kinds, phase.memo
     is_compiling, quiet = torch.compiler.is_compiling, features.quiet
 
     def enter(*args: Any) -> Any:
@@ -166,7 +162,9 @@ def _entrance(phase: _Phase, writes: bool = False) -> Callable[..., Any]:
         found = phase.signature(args)
         if found is None:
             return overload(*args)
-        out = phase.run(*found, args)
+        key, addresses = found
+        known = memo.get(key)
+        out = phase.run(key, addresses, args) if known is None else phase.launch(known, addresses, args)
         if writes:
             _written(args[0])
         return out
@@ -342,8 +340,10 @@ def define_in_place(operator: Operator, schema: str, problem_of: Callable[..., A
 
 def store_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype in which a result is stored: autocast's where it is on for the device and `x` is not float64, else that of `x`."""
-    if x.dtype != torch.float64 and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
+    if torch.compiler.is_compiling() or features.any_autocast():
+        kind = x.device.type
+        if x.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
     return x.dtype
 
 
@@ -381,7 +381,11 @@ def needs_grad(*tensors: torch.Tensor | None) -> bool:
         checks.refuse(
             "ops_math under torch.func", "grad, jvp and their kind are not supported", "Use autograd, or ops_math.enabled(False)."
         )
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def absent(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -99,9 +99,14 @@ raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_handle)
 current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
+# Whether autocast is on for any kind of device; where this PyTorch does not tell, it may be.
+any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+_transforms: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+
+
 def differentiating_transform() -> bool:
     """Whether the innermost `torch.func` transform differentiates (grad, jvp and what is built on them); vmap alone does not."""
-    if torch.compiler.is_compiling() or not getattr(torch._C, "_are_functorch_transforms_active", bool)():
+    if torch.compiler.is_compiling() or not _transforms():
         return False
     interpreter = torch._C._functorch.peek_interpreter_stack()
     return interpreter is not None and interpreter.key() in (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
