@@ -128,7 +128,7 @@ class _RopeQkv(torch.autograd.Function):
         return turn_packed(OP.bwd, dqkv, *ctx.saved_tensors, *ctx.options), *(None,) * 5
 
 
-def _check_tables(
+def check_tables(
     operator: str, tokens: tuple[int, ...], width: int, x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None,
     rotary_dim: int | None,
 ) -> int:  # fmt: skip
@@ -216,7 +216,7 @@ def rope(
     Source: Su et al., RoFormer, 2021; the gradient is the transposed rotation.
     """
     _check_heads("rope", q, k)
-    width = _check_tables("rope", tuple(q.shape[:-2]), q.shape[-1], q, cos, sin, position_ids, rotary_dim)
+    width = check_tables("rope", tuple(q.shape[:-2]), q.shape[-1], q, cos, sin, position_ids, rotary_dim)
     if not settings.active():
         return plain.rope(q, k, cos, sin, interleaved=interleaved, position_ids=position_ids, rotary_dim=width)
     out = store_dtype(q)
@@ -289,7 +289,7 @@ def check_packed(
     if qkv.shape[-1] % heads or not qkv.shape[-1]:
         needs = f"of a last dimension that {heads} heads divide ({num_heads} + 2 x {num_kv_heads})"
         checks.fail(operator, "qkv", needs, f"shape {checks.shape_text(qkv.shape)}", "Check num_heads and num_kv_heads.")
-    width = _check_tables(operator, tuple(qkv.shape[:-1]), qkv.shape[-1] // heads, qkv, cos, sin, position_ids, rotary_dim)
+    width = check_tables(operator, tuple(qkv.shape[:-1]), qkv.shape[-1] // heads, qkv, cos, sin, position_ids, rotary_dim)
     return Heads(num_heads, num_kv_heads, width, interleaved)
 
 
