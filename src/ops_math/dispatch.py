@@ -1,7 +1,8 @@
 """define(): schema, fake and launchers of an operator, and the way of a call from PyTorch's dispatcher to a launcher.
 
-PyTorch's dispatcher is the only dispatcher. An operator is two functional, fixed-arity operators of the namespace `ops_math`
-(`NAME_fwd` and `NAME_bwd`), called from an `autograd.Function` outside; what runs here is below autograd.
+PyTorch's dispatcher is the only dispatcher, and is left out where it has nothing to do. An operator is two functional, fixed-arity
+operators of the namespace `ops_math` (`NAME_fwd` and `NAME_bwd`), called from an `autograd.Function` outside; what runs here is below
+autograd.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class _Phase:
 
     def signature(self, args: tuple[Any, ...]) -> tuple[Any, list[Any]] | None:
         """All that a call may depend on, and the addresses of its tensors; None where one is not an ordinary tensor."""
-        count, addresses = self.num_tensors, []
+        count = self.num_tensors
+        addresses: list[Any] = []
         key: list[Any] = [settings.policy(), _deterministic(), _matmul_precision(), args[count:]]
         record = torch.is_grad_enabled()
         try:

@@ -22,6 +22,7 @@ import ops_math as om
 from benchmarks.steps import SETUPS, Runner
 from ops_math import catalog, dispatch, features
 from ops_math.cli.bench.steps import interleaved
+from ops_math.schedule.collect import laid_out_like
 from ops_math.testing.crosscompile import calls_of
 
 GPU = torch.device("cuda")
@@ -30,10 +31,7 @@ BF16 = torch.bfloat16
 
 def on_gpu(value: Any) -> Any:
     """A tensor with the same values and strides on the GPU; other values as they are."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=GPU)
-    return made.copy_(value.detach()) if made.numel() else made
+    return laid_out_like(value, value, GPU) if isinstance(value, torch.Tensor) else value
 
 
 def same(a: Any, b: Any) -> bool:

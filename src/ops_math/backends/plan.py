@@ -152,7 +152,7 @@ def _result_of(t: Any, watch: _Watch) -> Result:
             if _storage(made) == _storage(t):
                 whole = t.shape == made.shape and t.stride() == made.stride() and t.dtype == made.dtype
                 if t.dtype == made.dtype:
-                    place = t.storage_offset() - made.storage_offset()
+                    place = int(t.storage_offset()) - int(made.storage_offset())
                     return Result(number, None if whole and place == 0 else (tuple(t.shape), t.stride(), place))
     raise _NotPlannedError("a result that is no buffer of its own")
 
@@ -169,12 +169,12 @@ def _written_down(watch: _Watch, starts: Sequence[Any], out: Any, tensors: Tenso
     if any(t.device != device for t in (*watch.given, *watch.made)):
         raise _NotPlannedError("tensors of several devices")
     buffers = tuple(Buffer(tuple(made.shape), made.stride(), made.dtype) for made in watch.made)
-    return Plan(device, buffers, tuple(_start_of(*s, watch, tensors) for s in starts), results, single)
+    return Plan(device, buffers, tuple(_start_of(kept, grid, args, watch, tensors) for kept, grid, args in starts), results, single)
 
 
 def distinct(tensors: Tensors) -> bool:
     """Whether each tensor can be told from the others by its address."""
-    addresses = [t.data_ptr() for t in tensors if t is not None]
+    addresses = [t.data_ptr() for t in tensors if t is not None and t.numel()]
     return len(set(addresses)) == len(addresses)
 
 
@@ -226,7 +226,8 @@ def compiled(plan: Plan) -> Callable[[list[Any]], Any]:
             for place, tensor, after in pointers:
                 filled[place] = addresses[tensor] + after
             for place, tensor, after, kind, fields, dtype in descriptors:
-                filled[place] = made_up = object.__new__(kind)
+                made_up: Any = object.__new__(kind)
+                filled[place] = made_up
                 vars(made_up).update(fields, base=Address(addresses[tensor] + after, dtype))
             run(x, y, z, stream, function, metadata, None, None, None, *filled)
         if whole:
