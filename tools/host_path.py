@@ -1,6 +1,6 @@
 """Host time [us] of the GPU's way through the library, on a machine without a GPU, layer by layer.
 
-    PYTHONPATH=src:. python tools/host_path.py [calls] [model] [forward] [backward]   (the last two: profiles of a model)
+    PYTHONPATH=src:. python tools/host_path.py [calls] [bert] [model] [forward] [backward]   (the last two: profiles of a model)
 
 Tensors are small and on the CPU. Triton compiles for an H200 that is not there and its launcher computes nothing, so that what is left is
 what the host does for a call: public function, autograd, dispatcher, choice, allocations, the key of the launch. Figures are not a GPU's:
@@ -26,6 +26,7 @@ from ops_math.backends import launch as launching
 from ops_math.backends import null
 from ops_nn.adopt import adopt
 from ops_nn.models import llama
+from ops_nn.models.bert import BertConfig, BertForMaskedLM
 
 BF16 = torch.bfloat16
 CALLS = 3000
@@ -198,13 +199,28 @@ def model(profile: str = "") -> None:
             pstats.Stats(measured).sort_stats("tottime").print_stats(45)
 
 
+def bert() -> None:
+    """One BERT layer with dropout, 8 tokens: the module, and its two blocks, whose attention draws by key here."""
+    layer = BertForMaskedLM(BertConfig(64, 64, 128, num_layers=1, num_heads=4)).train().bert.encoder.layer[0]
+    x, rng = torch.randn(1, 8, 64, requires_grad=True), om.Rng(1)
+
+    def blocks() -> torch.Tensor:
+        y = om.residual_attention(x, None, layer.attention, norm_first=False, rng=rng)
+        return om.residual_mlp(y, None, layer, norm_first=False, rng=rng)
+
+    both("BERT layer, plain", lambda: layer(x))
+    both("BERT layer, blocks", blocks)
+
+
 def main() -> None:
     """Run what was asked for."""
-    asked = sys.argv[1:] or ["calls", "model"]
+    asked = sys.argv[1:] or ["calls", "bert", "model"]
     torch.set_num_threads(1)
     with pretended():
         if "calls" in asked:
             calls()
+        if "bert" in asked:
+            bert()
         if "model" in asked:
             model()
         for part in ("forward", "backward"):

@@ -137,8 +137,8 @@ def check_tables(
     for name, table in (("cos", cos), ("sin", sin)):
         checks.floating(operator, name, table)
         checks.no_gradient(operator, name, table)
-    got = f"shape {checks.shape_text(cos.shape)}"
     if cos.dim() not in (2, 3):
+        got = f"shape {checks.shape_text(cos.shape)}"
         checks.fail(operator, "cos", "[rows, R/2], [rows, R] or [batch, seq, R]", got, "Drop or add dimensions.")
     checks.same_shape(operator, "cos", cos, "sin", sin)
     checks.same_dtype(operator, "cos", cos, "sin", sin)
@@ -146,12 +146,11 @@ def check_tables(
     if position_ids is not None:
         _check_positions(operator, batch, seq, cos, position_ids)
     elif cos.dim() == 3 and (cos.shape[0] not in (1, batch) or cos.shape[1] != seq):
-        needs = f"[{batch}, {seq}, R] or [1, {seq}, R], a row for each token"
+        needs, got = f"[{batch}, {seq}, R] or [1, {seq}, R], a row for each token", f"shape {checks.shape_text(cos.shape)}"
         checks.fail(operator, "cos", needs, got, "Gather the rows of the tokens first.")
     elif cos.dim() == 2 and cos.shape[0] < seq:
-        checks.fail(
-            operator, "cos", f"a table of at least {seq} rows, one for each token", got, "Make longer tables, or pass position_ids."
-        )
+        needs, got = f"a table of at least {seq} rows, one for each token", f"shape {checks.shape_text(cos.shape)}"
+        checks.fail(operator, "cos", needs, got, "Make longer tables, or pass position_ids.")
     return _rotary_dim(operator, width, cos, rotary_dim)
 
 
