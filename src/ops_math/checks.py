@@ -63,9 +63,10 @@ def integer(operator: str, argument: str, value: Any) -> None:
 
 def same_device(operator: str, first: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
     """Every tensor is on the device of the first."""
+    device = x.device
     for name, other in others.items():
-        if other is not None and other.device != x.device:
-            fail(operator, name, f"on {x.device}, as {first} is", f"a tensor on {other.device}", f"Move it: {name}.to('{x.device}').")
+        if other is not None and other.device != device:
+            fail(operator, name, f"on {device}, as {first} is", f"a tensor on {other.device}", f"Move it: {name}.to('{device}').")
 
 
 def at_least_1d(operator: str, argument: str, value: torch.Tensor) -> None:
@@ -84,7 +85,7 @@ def shape(
     operator: str, argument: str, value: torch.Tensor, expected: Any, why: str, do: str = "Check that both come from the same layer."
 ) -> None:
     """The tensor has exactly this shape."""
-    if tuple(value.shape) != tuple(expected):
+    if value.shape != expected and tuple(value.shape) != tuple(expected):
         fail(
             operator,
             argument,

@@ -1,14 +1,16 @@
 """define(): schema, fake and launchers of an operator, and the way of a call from PyTorch's dispatcher to a launcher.
 
-PyTorch's dispatcher is the only dispatcher. An operator is two functional, fixed-arity operators of the namespace `ops_math`
-(`NAME_fwd` and `NAME_bwd`), called from an `autograd.Function` outside; what runs here is below autograd.
+PyTorch's dispatcher is the only dispatcher, and is left out where it has nothing to do. An operator is two functional, fixed-arity
+operators of the namespace `ops_math` (`NAME_fwd` and `NAME_bwd`), called from an `autograd.Function` outside; what runs here is below
+autograd.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +18,8 @@ from typing import Any
 import torch
 
 from ops_math import backends, checks, features, schedule, settings
+from ops_math.backends import launch as launching
+from ops_math.backends import plan as planning
 from ops_math.spec import Implementation, dtype_name
 from ops_math.stats import counter as counter_for
 
@@ -24,37 +28,112 @@ features.tag_compile_cache("ops_math", Path(__file__).parent)  # compiled code k
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _PHASES: dict[str, _Phase] = {}
 _MEMO_LIMIT = 4096  # choices kept an operator and phase; a run with ever new shapes starts over instead of growing
+_deterministic = torch.are_deterministic_algorithms_enabled
+_matmul_precision = torch.get_float32_matmul_precision
+_ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
+_LOW = launching.ALIGNMENT - 1
+
+
+class _Known:
+    """What is remembered of a call: its choice and problem; and after the second such call a plan of what the launcher does, if it has
+    one."""
+
+    __slots__ = ("calls", "config", "counter", "index", "launcher", "num_bytes", "play", "problem", "why")
+
+    def __init__(self, chosen: Any, problem: Any, device: torch.device) -> None:
+        self.launcher, self.config, self.counter, self.num_bytes = chosen
+        self.problem = problem
+        self.index = device.index if device.type == "cuda" else None
+        self.calls, self.why = 0, ""
+        self.play: Any = None
+
+    def run(self, tensors: Sequence[Any]) -> Any:
+        """Call the launcher; the second time, write down what it does."""
+        self.calls += 1
+        if self.calls != 2 or tensors[0].device.type not in launching.DIRECT or not features.quiet():
+            return self.launcher(self.problem, self.config, *tensors)
+        if not planning.distinct(tensors):
+            self.calls = 1  # another call may show which is which
+            return self.launcher(self.problem, self.config, *tensors)
+        out, plan, self.why = planning.record(lambda: self.launcher(self.problem, self.config, *tensors), tensors)
+        self.play = None if plan is None else planning.compiled(plan)
+        return out
 
 
 class _Phase:
     """One of the two dispatcher operators: builds the problem, finds the choice, launches."""
 
-    __slots__ = ("memo", "name", "num_tensors", "operator", "overload", "problem_of")
+    __slots__ = ("kinds", "memo", "name", "num_tensors", "operator", "overload", "problem_of")
 
     def __init__(self, operator: Operator, name: str, schema: str, problem_of: Callable[..., Any]) -> None:
         self.operator, self.name, self.problem_of = operator, name, problem_of
         self.num_tensors = count_tensors(schema)
+        self.kinds = scalar_kinds(schema)
         self.memo: dict[Any, Any] = {}
         self.overload: Any = None
 
     def __call__(self, *args: Any) -> Any:
+        """What PyTorch's dispatcher calls."""
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args[: self.num_tensors]):
             with torch.no_grad():  # the raw operator called outside an autograd.Function must not record through a launcher
                 return self(*args)
-        problem = self.problem_of(*args)
-        device = args[0].device
-        key = (problem, device, settings.policy(), torch.are_deterministic_algorithms_enabled())
+        found = self.signature(args)
+        if found is not None:
+            return self.run(*found, args)
+        return self.launch(self.choose_for(args), None, args)
+
+    def signature(self, args: tuple[Any, ...]) -> tuple[Any, list[Any]] | None:
+        """All that a call may depend on, and the addresses of its tensors; None where one is not an ordinary tensor."""
+        count = self.num_tensors
+        addresses: list[Any] = []
+        key: list[Any] = [settings.policy(), _deterministic(), _matmul_precision(), args[count:]]
+        record = torch.is_grad_enabled()
+        try:
+            for t in args[:count]:
+                if t is None:
+                    key.append(None)
+                    addresses.append(None)
+                    continue
+                address = t.data_ptr()
+                if type(t) not in _ORDINARY or t.is_neg() or (record and t.requires_grad) or (not address and t.numel()):
+                    return None
+                key += (t.shape, t.stride(), t.dtype, t.device, address & _LOW)
+                addresses.append(address)
+        except RuntimeError:  # a wrapper, a sparse tensor: without memory of its own
+            return None
+        return tuple(key), addresses
+
+    def run(self, key: Any, addresses: list[Any], args: tuple[Any, ...]) -> Any:
+        """Find what is remembered of such a call, or choose; then launch."""
+        known = self.memo.get(key)
+        if known is None:
+            known = self.choose_for(args)
+            self.keep(key, known)
+        return self.launch(known, addresses, args)
+
+    def launch(self, known: _Known, addresses: list[Any] | None, args: tuple[Any, ...]) -> Any:
+        """Count the call and do it on the tensors' device: by the plan where there is one, else by the launcher."""
+        if known.index is not None and known.index != features.current_device():
+            with torch.cuda.device(known.index):
+                return self.launch(known, addresses, args)
+        counter = known.counter
+        counter.calls += 1
+        counter.bytes += known.num_bytes
+        if known.play is not None and addresses is not None:
+            out = known.play(addresses)
+            if out is not None:
+                return out
+        return known.run(args[: self.num_tensors])
+
+    def choose_for(self, args: tuple[Any, ...]) -> _Known:
+        """Choose for a call, unless one of the same problem was chosen for."""
+        problem, device = self.problem_of(*args), args[0].device
+        key = (problem, device, settings.policy(), _deterministic())
         found = self.memo.get(key)
         if found is None:
             schedule.met(self.operator, self.name, problem, args)
             found = self.choose(key, problem, device)
-        launcher, config, counter, num_bytes = found
-        counter.calls += 1
-        counter.bytes += num_bytes
-        if device.type == "cuda" and device.index != features.current_device():
-            with torch.cuda.device(device):
-                return launcher(problem, config, *args[: self.num_tensors])
-        return launcher(problem, config, *args[: self.num_tensors])
+        return _Known(found, problem, device)
 
     def choose(self, key: Any, problem: Any, device: torch.device) -> Any:
         """Choose, and keep the answer."""
@@ -62,10 +141,43 @@ class _Phase:
         choice = operator.choice(problem, self.name, backends.device_of(device))
         cost = operator.cost(problem, self.name)
         counter = counter_for(operator.name, self.name, choice_name(choice), choice.reason, choice.rejected, choice.fallback, str(problem))
+        found = choice.implementation.launcher(self.name), choice.config, counter, cost.bytes
+        self.keep(key, found)
+        return found
+
+    def keep(self, key: Any, found: Any) -> None:
+        """Remember an answer, within a bound."""
         if len(self.memo) >= _MEMO_LIMIT:
             self.memo.clear()
-        found = self.memo[key] = (choice.implementation.launcher(self.name), choice.config, counter, cost.bytes)
-        return found
+        self.memo[key] = found
+
+
+def _entrance(phase: _Phase, writes: bool = False) -> Callable[..., Any]:
+    """How our own code calls an operator: through PyTorch's dispatcher wherever that has something to do or somebody looks at it, else
+    straight to what it would find."""
+    overload, count, kinds, memo = phase.overload, phase.num_tensors, phase.kinds, phase.memo
+    is_compiling, quiet = torch.compiler.is_compiling, features.quiet
+
+    def enter(*args: Any) -> Any:
+        if is_compiling() or not quiet() or tuple(map(type, args[count:])) not in kinds:
+            return overload(*args)
+        found = phase.signature(args)
+        if found is None:
+            return overload(*args)
+        key, addresses = found
+        known = memo.get(key)
+        out = phase.run(key, addresses, args) if known is None else phase.launch(known, addresses, args)
+        if writes:
+            _written(args[0])
+        return out
+
+    return enter
+
+
+def _written(t: torch.Tensor) -> None:
+    """Tell autograd that a kernel wrote into a tensor."""
+    if not t.is_inference():
+        torch.autograd.graph.increment_version(t)
 
 
 def choice_name(choice: schedule.Choice) -> str:
@@ -150,6 +262,19 @@ def count_tensors(schema: str) -> int:
     return count
 
 
+_KINDS: dict[str, tuple[type, ...]] = {
+    "float": (float,), "int": (int,), "SymInt": (int,), "bool": (bool,), "str": (str,), "ScalarType": (torch.dtype,),
+    "ScalarType?": (torch.dtype, type(None)),
+}  # fmt: skip
+
+
+def scalar_kinds(schema: str) -> frozenset[tuple[type, ...]]:
+    """The Python types that the values after the tensors may have where nothing is left for PyTorch to convert."""
+    inside = schema[schema.index("(") + 1 : schema.index(")")]
+    types = [part.split()[0] for part in inside.split(",")]
+    return frozenset(itertools.product(*(_KINDS[kind] for kind in types if not kind.startswith("Tensor"))))
+
+
 def define(
     name: str,
     package: str,
@@ -170,7 +295,8 @@ def define(
         package: the folder's package, for finding `eager`, `triton_gpu`, ... when they are first needed.
         fwd, bwd: schemas without the name, tensors first: `"(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)"`.
         fake_fwd, fake_bwd: shapes and dtypes of the results, from the same arguments.
-        problem_fwd, problem_bwd: the `Problem` of a call, from the same arguments.
+        problem_fwd, problem_bwd: the `Problem` of a call, from the same arguments: of tensors their shapes and dtypes only, by which it is
+            remembered.
         implementations: module names in the folder, preferred first.
         variant: suffix of the files where two operators share a folder, e.g. `_linear`.
     """
@@ -188,8 +314,7 @@ def define(
         torch.library.register_vmap(f"ops_math::{full}", functools.partial(_refuse_vmap, full))
         phase.overload = getattr(torch.ops.ops_math, full).default
         operator.phases[phase_name] = phase
-    operator.fwd = operator.phases["fwd"].overload
-    operator.bwd = operator.phases["bwd"].overload
+    operator.fwd, operator.bwd = (_entrance(phase) for phase in (operator.phases["fwd"], operator.phases["bwd"]))
     return operator
 
 
@@ -205,21 +330,22 @@ def define_in_place(operator: Operator, schema: str, problem_of: Callable[..., A
 
     def write(*args: Any) -> None:
         phase(*args)
-        if not args[0].is_inference():
-            torch.autograd.graph.increment_version(args[0])
+        _written(args[0])
 
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(full, write, key)
     torch.library.register_fake(f"ops_math::{full}", lambda *args: None)
     operator.phases["inplace"] = phase
     phase.overload = getattr(torch.ops.ops_math, full).default
-    return phase.overload
+    return _entrance(phase, writes=True)
 
 
 def store_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype in which a result is stored: autocast's where it is on for the device and `x` is not float64, else that of `x`."""
-    if x.dtype != torch.float64 and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
+    if torch.compiler.is_compiling() or features.any_autocast():
+        kind = x.device.type
+        if x.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
     return x.dtype
 
 
@@ -234,7 +360,20 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
             if isinstance(a, torch.Tensor):
                 seen.append(a)
         args = tuple(fresh)
-    return function.apply(*args)
+        return function.apply(*args)
+    return features.apply_function(function, args)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch's decorator, which a backward that is not to be differentiated itself (all but those with `create_graph`) does without: grad
+    mode is off there already, and switching it off again costs 2 us."""
+    guarded = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return run
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
@@ -244,7 +383,11 @@ def needs_grad(*tensors: torch.Tensor | None) -> bool:
         checks.refuse(
             "ops_math under torch.func", "grad, jvp and their kind are not supported", "Use autograd, or ops_math.enabled(False)."
         )
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def absent(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -252,4 +395,7 @@ def absent(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     return x.new_empty((0,), dtype=dtype or x.dtype)
 
 
-__all__ = ["Operator", "absent", "apply", "choice_name", "define", "define_in_place", "dtype_name", "needs_grad", "store_dtype"]
+__all__ = [
+    "Operator", "absent", "apply", "choice_name", "define", "define_in_place", "dtype_name", "needs_grad", "once_differentiable",
+    "store_dtype",
+]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -99,9 +99,55 @@ raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_handle)
 current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
+# Whether autocast is on for any kind of device; where this PyTorch does not tell, it may be.
+any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+_transforms: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+
+
 def differentiating_transform() -> bool:
     """Whether the innermost `torch.func` transform differentiates (grad, jvp and what is built on them); vmap alone does not."""
-    if torch.compiler.is_compiling() or not getattr(torch._C, "_are_functorch_transforms_active", bool)():
+    if torch.compiler.is_compiling() or not _transforms():
         return False
     interpreter = torch._C._functorch.peek_interpreter_stack()
     return interpreter is not None and interpreter.key() in (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+
+
+def _quiet() -> Callable[[], bool]:
+    needed = ("DispatchKey", "DispatchKeySet", "_dispatch_tls_local_include_set", "_len_torch_function_stack")
+    if not all(hasattr(torch._C, name) for name in needed) or not hasattr(torch.autograd, "_profiler_enabled"):
+        return lambda: False
+    keys = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr() for name in ("BackendSelect", "ADInplaceOrView"))
+    usual = sum(keys)  # of different bits
+    local, modes, profiled = torch._C._dispatch_tls_local_include_set, torch._C._len_torch_function_stack, torch.autograd._profiler_enabled
+    return lambda: not profiled() and not modes() and local().raw_repr() == usual
+
+
+# Whether PyTorch's dispatcher would do nothing for a call on ordinary tensors but find the kernel of their device: no mode, tracer,
+# transform or profiler is on in this thread. Where this PyTorch does not tell, the answer is no. (An ExecutionTraceObserver that runs
+# without a profiler cannot be seen.)
+quiet: Callable[[], bool] = _quiet()
+
+
+def _apply_by_method(function: Any, args: tuple[Any, ...]) -> Any:
+    return function.apply(*args)
+
+
+def _short_apply() -> Callable[[Any, tuple[Any, ...]], Any]:
+    base = getattr(getattr(torch._C, "_FunctionBase", None), "apply", None)
+    unwrap = getattr(getattr(torch._C, "_functorch", None), "unwrap_if_dead", None)
+    transforms = getattr(torch._C, "_are_functorch_transforms_active", None)
+    if base is None or unwrap is None or transforms is None:
+        return _apply_by_method
+    bind = torch._C._FunctionBase.__dict__["apply"].__get__
+    tensor = torch.Tensor
+
+    def short(function: Any, args: tuple[Any, ...]) -> Any:
+        if transforms():
+            return function.apply(*args)
+        return bind(None, function)(*[unwrap(a) if type(a) is tensor else a for a in args])
+
+    return short
+
+
+# `function.apply(*args)` of an `autograd.Function` without `setup_context`, without the generator and the closure of PyTorch's own method.
+apply_function: Callable[[Any, tuple[Any, ...]], Any] = _short_apply()

@@ -7,16 +7,35 @@ launcher (6 us). The key holds exact integers and the alignment of pointers, so 
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
 from ops_math import features
 
-_COMPILED: dict[tuple[Any, ...], tuple[Any, Any, Any, tuple[Any, ...]]] = {}
+
+class Kept(NamedTuple):
+    """A compiled kernel: its launcher, what that takes besides grid and stream, and the constants that follow the arguments."""
+
+    run: Any
+    function: Any
+    metadata: Any
+    tail: tuple[Any, ...]
+
+
+class _Tape(threading.local):
+    starts: list[Any] | None = None
+
+
+_COMPILED: dict[tuple[Any, ...], Kept] = {}
+_TAPE = _Tape()
 STARTED: set[Any] = set()  # every kernel that went Triton's own way; `null` makes them forget what they compiled
+DIRECT = {"cuda"}  # kinds of devices whose kernels are started directly; tools/host_path.py adds one that computes nothing
 _LIMIT = 8192  # kept kernels by key; a run with ever new shapes starts over instead of growing
-_PLAIN = (int, float, bool, type(None))
+_PLAIN = frozenset((int, float, bool, type(None)))
 ALIGNMENT = 16  # bytes, a power of two; Triton reads wider where a pointer is a multiple of it
 _LOW = ALIGNMENT - 1
 _Tensor = torch.Tensor
@@ -33,29 +52,58 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, n
     device = None
     key: list[Any] = [id(kernel), num_warps, num_stages, *constants.values()]
     for a in args:
-        if isinstance(a, _Tensor):
+        kind = type(a)
+        if kind in _PLAIN:
+            key.append(a)
+        elif isinstance(a, _Tensor):
             if device is None:
                 device = a.device
             key += (a.dtype, a.data_ptr() & _LOW)
-        elif isinstance(a, _PLAIN):
-            key.append(a)
-        else:  # a tensor descriptor is encoded anew for each call, and is no key
-            _start(kernel, grid, args, num_warps, num_stages, constants)
-            return
-    if device is None or device.type != "cuda" or _HIP:  # meta tensors, the interpreter; AMD specialises on more
-        _start(kernel, grid, args, num_warps, num_stages, constants)
-        return
-    index = device.index
-    key.append(index)
-    kept = tuple(key)
-    found = _COMPILED.get(kept)
+        else:
+            described = _described(a)
+            if described is None:
+                device = None
+                break
+            key += described
+    kept, found = None, None
+    if device is not None and device.type in DIRECT and not _HIP:  # not meta tensors, the interpreter; AMD specialises on more
+        index = device.index
+        key.append(index)
+        kept = tuple(key)
+        found = _COMPILED.get(kept)
     if found is None:
         compiled = _start(kernel, grid, args, num_warps, num_stages, constants)
-        _keep(kept, kernel, compiled, len(args), constants)
-        return
-    run, function, metadata, tail = found
-    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-    run(x, y, z, features.raw_stream(index), function, metadata, None, None, None, *args, *tail)
+        if kept is not None:
+            found = _keep(kept, kernel, compiled, len(args), constants)
+    else:
+        run, function, metadata, tail = found
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        run(x, y, z, features.raw_stream(index), function, metadata, None, None, None, *args, *tail)
+    if _TAPE.starts is not None:
+        _TAPE.starts.append((found, grid, args))
+
+
+def _described(a: Any) -> tuple[Any, ...] | None:
+    """What a kernel may be specialised for of a tensor descriptor (its launcher encodes it anew at each start); None for anything else."""
+    if type(a).__name__ != "TensorDescriptor":
+        return None
+    fields = (tuple(value) if isinstance(value, list | tuple) else value for name, value in vars(a).items() if name != "base")
+    return (type(a), a.base.dtype, a.base.data_ptr() & _LOW, *fields)
+
+
+@contextmanager
+def taped() -> Iterator[list[Any]]:
+    """The launches of this thread from here on: (what is kept of the kernel, or None; grid; arguments)."""
+    before, _TAPE.starts = _TAPE.starts, []
+    try:
+        yield _TAPE.starts
+    finally:
+        _TAPE.starts = before
+
+
+def forget() -> None:
+    """Drop every kept kernel: what they were compiled for is gone."""
+    _COMPILED.clear()
 
 
 def _start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], num_warps: int, num_stages: int, constants: dict[str, Any]) -> Any:
@@ -63,7 +111,7 @@ def _start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], num_warps:
     return kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True, **constants)
 
 
-def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, num_args: int, constants: dict[str, Any]) -> None:
+def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, num_args: int, constants: dict[str, Any]) -> Kept | None:
     """Keep a compiled kernel where it can be started directly: constants follow run-time arguments, and nothing watches launches."""
     from triton import knobs
 
@@ -71,7 +119,8 @@ def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, num_args: int, const
     direct = all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")) and set(names) == set(constants)
     hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     if not direct or any(getattr(hook, "calls", hook) for hook in hooks):  # a chain of hooks, or one where Triton has no chains
-        return
+        return None
     if len(_COMPILED) >= _LIMIT:
         _COMPILED.clear()
-    _COMPILED[key] = (compiled.run, compiled.function, compiled.packed_metadata, tuple(constants[name] for name in names))
+    _COMPILED[key] = found = Kept(compiled.run, compiled.function, compiled.packed_metadata, tuple(constants[name] for name in names))
+    return found

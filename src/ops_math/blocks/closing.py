@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from ops_math import recompute
 from ops_math.blocks import mlp_products, norms, products
 from ops_math.blocks.products import Affine
-from ops_math.dispatch import apply, needs_grad, store_dtype
+from ops_math.dispatch import apply, needs_grad, once_differentiable, store_dtype
 from ops_math.layout import dense
 from ops_math.ops.layer_norm import op as layer_norm
 from ops_math.ops.rms_norm import op as rms_norm

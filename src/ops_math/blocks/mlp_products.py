@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from ops_math.blocks.packed import packed_backward, packed_forward, packs
 from ops_math.blocks.products import Affine, as_dtype, bias_grad, cast, cast_weight, dtypes_of, product_dtype, rows, weight_grad
-from ops_math.dispatch import apply, needs_grad
+from ops_math.dispatch import apply, needs_grad, once_differentiable
 from ops_math.ops.dropout.op import OP as DROPOUT
 from ops_math.ops.glu.op import OP as GLU
 from ops_math.ops.glu.op_gelu import OP as GELU

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from ops_math import features
 from ops_math.blocks import casts
 from ops_math.blocks.products import Affine, as_dtype, bias_grad, cast_together, dtypes_of, product_dtype, products, rows, weight_grad
-from ops_math.dispatch import apply, needs_grad
+from ops_math.dispatch import apply, needs_grad, once_differentiable
 from ops_math.layout import adjoining, copied, dense
 from ops_math.ops.rope.op import Heads, check_packed
 from ops_math.ops.rope.op_inplace import turn_packed_

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from ops_math import features
 from ops_math.blocks import casts
-from ops_math.dispatch import apply, needs_grad, store_dtype
+from ops_math.dispatch import apply, needs_grad, once_differentiable, store_dtype
 from ops_math.layout import copied
 from ops_math.spec import dtype_name
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ops_math import checks, settings
-from ops_math.blocks import as_it_is, attention, mlp, norms, packing, recognise, replay
+from ops_math.blocks import as_it_is, attention, mlp, norms, packing, recognise, replay, whole
 from ops_math.blocks.closing import Closed, Ending, can_close, records
 from ops_math.blocks.parts import BLOCK_KEYWORDS
 from ops_math.blocks.products import Affine
@@ -287,6 +287,11 @@ def _run(
 ) -> Any:
     """The block. `compose`: put the branch together from the module's weights; `values`: the same for norms."""
     around = _Norms(kind.site, values)
+    if kind is _ATTENTION and compose and values and norm is not None and whole.takes(x, options):
+        found = whole.attend(x, norm, options.next_norm, _read_attention(kind.site, module, kwargs, whole.stream(x)))
+        if found is not None:
+            _note_undone(kind.site, module)
+            return found
     inside, after, last = _streams(options.rng, 3)
     stream, h = _opened(kind.site, x, norm if options.norm_first else None, around)
     branch = kind.branch(kind.site, module, kwargs, h, inside, compose)

@@ -6,10 +6,9 @@ import math
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
-from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
+from ops_math.dispatch import absent, apply, define, needs_grad, once_differentiable, store_dtype
 from ops_math.ops.attention import op_drawn, plain
 from ops_math.ops.attention.problem import AttentionProblem, Rule, problem_of
 from ops_math.rng import Rng, state_for

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
-from ops_math.dispatch import absent, apply, define, needs_grad
+from ops_math.dispatch import absent, apply, define, needs_grad, once_differentiable
 from ops_math.ops.cross_entropy import plain
 from ops_math.ops.cross_entropy.problem import CrossEntropyProblem
 from ops_math.spec import compute_dtype, product

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
-from ops_math.dispatch import apply, define, needs_grad
+from ops_math.dispatch import apply, define, needs_grad, once_differentiable
 from ops_math.ops.dropout import plain
 from ops_math.ops.dropout.problem import DropoutProblem
 from ops_math.rng import Rng, drawn, draws, state_for

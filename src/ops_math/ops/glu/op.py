@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
-from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
+from ops_math.dispatch import absent, apply, define, needs_grad, once_differentiable, store_dtype
 from ops_math.ops.glu import plain
 from ops_math.ops.glu.problem import GluProblem
 from ops_math.spec import dtype_name as name_of

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ops_math import checks, recompute, settings
-from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
+from ops_math.dispatch import absent, apply, define, needs_grad, once_differentiable, store_dtype
 from ops_math.ops.layer_norm import plain
 from ops_math.ops.layer_norm.problem import LayerNormProblem
 from ops_math.rng import Rng, drawn, draws, state_for

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
-from ops_math.dispatch import absent, apply, define, needs_grad, store_dtype
+from ops_math.dispatch import absent, apply, define, needs_grad, once_differentiable, store_dtype
 from ops_math.ops.rope import plain
 from ops_math.ops.rope.problem import RopeProblem
 from ops_math.spec import dtype_name as name_of
@@ -129,7 +128,7 @@ class _RopeQkv(torch.autograd.Function):
         return turn_packed(OP.bwd, dqkv, *ctx.saved_tensors, *ctx.options), *(None,) * 5
 
 
-def _check_tables(
+def check_tables(
     operator: str, tokens: tuple[int, ...], width: int, x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None,
     rotary_dim: int | None,
 ) -> int:  # fmt: skip
@@ -138,8 +137,8 @@ def _check_tables(
     for name, table in (("cos", cos), ("sin", sin)):
         checks.floating(operator, name, table)
         checks.no_gradient(operator, name, table)
-    got = f"shape {checks.shape_text(cos.shape)}"
     if cos.dim() not in (2, 3):
+        got = f"shape {checks.shape_text(cos.shape)}"
         checks.fail(operator, "cos", "[rows, R/2], [rows, R] or [batch, seq, R]", got, "Drop or add dimensions.")
     checks.same_shape(operator, "cos", cos, "sin", sin)
     checks.same_dtype(operator, "cos", cos, "sin", sin)
@@ -147,12 +146,11 @@ def _check_tables(
     if position_ids is not None:
         _check_positions(operator, batch, seq, cos, position_ids)
     elif cos.dim() == 3 and (cos.shape[0] not in (1, batch) or cos.shape[1] != seq):
-        needs = f"[{batch}, {seq}, R] or [1, {seq}, R], a row for each token"
+        needs, got = f"[{batch}, {seq}, R] or [1, {seq}, R], a row for each token", f"shape {checks.shape_text(cos.shape)}"
         checks.fail(operator, "cos", needs, got, "Gather the rows of the tokens first.")
     elif cos.dim() == 2 and cos.shape[0] < seq:
-        checks.fail(
-            operator, "cos", f"a table of at least {seq} rows, one for each token", got, "Make longer tables, or pass position_ids."
-        )
+        needs, got = f"a table of at least {seq} rows, one for each token", f"shape {checks.shape_text(cos.shape)}"
+        checks.fail(operator, "cos", needs, got, "Make longer tables, or pass position_ids.")
     return _rotary_dim(operator, width, cos, rotary_dim)
 
 
@@ -217,7 +215,7 @@ def rope(
     Source: Su et al., RoFormer, 2021; the gradient is the transposed rotation.
     """
     _check_heads("rope", q, k)
-    width = _check_tables("rope", tuple(q.shape[:-2]), q.shape[-1], q, cos, sin, position_ids, rotary_dim)
+    width = check_tables("rope", tuple(q.shape[:-2]), q.shape[-1], q, cos, sin, position_ids, rotary_dim)
     if not settings.active():
         return plain.rope(q, k, cos, sin, interleaved=interleaved, position_ids=position_ids, rotary_dim=width)
     out = store_dtype(q)
@@ -290,7 +288,7 @@ def check_packed(
     if qkv.shape[-1] % heads or not qkv.shape[-1]:
         needs = f"of a last dimension that {heads} heads divide ({num_heads} + 2 x {num_kv_heads})"
         checks.fail(operator, "qkv", needs, f"shape {checks.shape_text(qkv.shape)}", "Check num_heads and num_kv_heads.")
-    width = _check_tables(operator, tuple(qkv.shape[:-1]), qkv.shape[-1] // heads, qkv, cos, sin, position_ids, rotary_dim)
+    width = check_tables(operator, tuple(qkv.shape[:-1]), qkv.shape[-1] // heads, qkv, cos, sin, position_ids, rotary_dim)
     return Heads(num_heads, num_kv_heads, width, interleaved)
 
 

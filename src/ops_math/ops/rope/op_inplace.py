@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ops_math import checks, settings
-from ops_math.dispatch import define_in_place, needs_grad
+from ops_math.dispatch import define_in_place, needs_grad, once_differentiable
 from ops_math.ops.rope.op import OP, Heads, check_packed, problem, rope_qkv, turn_packed
 from ops_math.ops.rope.problem import RopeProblem
 
