@@ -14,7 +14,7 @@ from ops_math.ops.attention.triton_gpu_bwd import _bwd_dkdv_kernel, _bwd_dq_kern
 from ops_math.ops.attention.triton_gpu_fwd import _fwd_kernel
 from ops_math.ops.attention.triton_gpu_masked_bwd import _bwd_dkdv_masked_kernel, _bwd_dq_masked_kernel
 from ops_math.ops.attention.triton_gpu_masked_fwd import _fwd_masked_kernel
-from ops_math.rng import threshold
+from ops_math.rng import honoured, threshold
 from ops_math.spec import ITEM_SIZE, Device, cdiv, next_power_of_2
 
 WIDEST = 256
@@ -289,7 +289,7 @@ def _lookup(
     kept = q if keep is None else keep.view(torch.uint8)
     strides = (mask.stride() if mask is not None else (0,) * 4) + (keep.stride() if keep is not None else (0,) * 2)
     bounds = (p.left if p.left >= 0 else NO_BOUND, p.right if p.right >= 0 else NO_BOUND)
-    return _Lookup((seen, kept, cu_q, cu_k, state), strides, (*scalars, *bounds, threshold(p.dropout_p), 1.0 / (1.0 - p.dropout_p)))
+    return _Lookup((seen, kept, cu_q, cu_k, state), strides, (*scalars, *bounds, threshold(p.dropout_p), 1.0 / (1.0 - honoured(p.dropout_p))))
 
 
 def launch_fwd(
