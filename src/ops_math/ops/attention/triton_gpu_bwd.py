@@ -116,6 +116,7 @@ def _bwd_dkdv_kernel(
     )
     first_row = (batch * num_heads + kv_head * group) * tokens + first_q
     count = tl.maximum(tl.cdiv(high - low, BLOCK_M), 0)
+    nothing = raised * 0.0  # as in the forward: a zero that the compiler does not know
     for step in range(group * count):  # all heads that share these keys, one after the other: the sum needs no atomics
         member = step // count
         start = low + (step - member * count) * BLOCK_M
@@ -139,7 +140,7 @@ def _bwd_dkdv_kernel(
         if bits_ptr is not None:
             words = load_words(bits_view, bits_ptr, batch * num_heads + head, num_words, num_rows, tile * BLOCK_N, start, BLOCK_N, BLOCK_M)
             keep = keep_queries(words, BLOCK_N)
-            dropped, dp = tl.where(keep, p, 0.0), tl.where(keep, dp, 0.0) * raised
+            dropped, dp = tl.where(keep, p, nothing), tl.where(keep, dp, 0.0) * raised
         dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=PRECISION)
         ds = p * (dp - delta[None, :])
         if SOFTCAP:

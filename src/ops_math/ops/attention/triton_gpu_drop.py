@@ -1,9 +1,12 @@
 """Dropout for the kernels without masks: a kernel draws a call's decisions once, one bit an element, and tiles of scores read them.
 
 Drawn inside the loops over scores, random words cost more than the products. Bits live for one phase of one call: forward and backward
-each draw them, so nothing is kept in between. Word (sequence, key // 32, query) holds key % 32 as its bit; a sequence is a batch row's head.
-Queries are neighbours in memory, so that the mask's writes, the queries of a tile of keys and the keys of a tile of queries all read whole
-lines.
+each draw them, so nothing is kept in between. Word (sequence, key // 32, query) holds 32 keys of a query; a sequence is a batch row's
+head. Queries are neighbours in memory, so that the mask's writes and both ways of reading take whole lines.
+
+Key 8 j + 4 h + 2 q + e (h, q, e below 2) is bit 2 j + h + 8 q + 16 e of its word: as the half-words of Philox fall when four of them
+are compared and shifted in at a time. In a matrix product's result on sm_80 to sm_90 a thread has all j and e of a query but one h
+and q, or, of transposed scores, two j of a key and one h, q, e: a shift by the thread's own share leaves a test of a constant bit.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops_math.backends.launch import launch
-from ops_math.ops._tiles.philox import keep_bytes
+from ops_math.ops._tiles.philox import philox_tile
 from ops_math.ops.attention.problem import AttentionProblem
 from ops_math.rng import honoured, threshold
 from ops_math.spec import cdiv
@@ -46,10 +49,43 @@ class Bits(NamedTuple):
     raised: float
 
 
+HALVES = tl.constexpr(0x80008000)  # the top bits of both half-words
+BELOW = tl.constexpr(0x7F7F7F7F)
+
+
+@triton.jit
+def _reached(word, least, UPPER: tl.constexpr):
+    """Whether each half-word reaches the threshold, in bits 15 and 31; `least` has the threshold's lower 15 bits twice.
+
+    Both halves in one subtraction, which borrows nothing from its neighbour: three instructions for two elements, where a comparison
+    and a selection for each would be four.
+    """
+    lower = (word | HALVES) - least
+    return word & lower if UPPER else word | lower
+
+
+@triton.jit
+def keep_words(seed, offset, rows, head, words, threshold, UPPER: tl.constexpr):
+    """The bits of 32 keys each, for row numbers and numbers of words that broadcast to one tile.
+
+    UPPER: the threshold is 2^15 or more.
+    """
+    least = (tl.cast(threshold, tl.uint32) & 0x7FFF) * 0x10001
+    head, offset = tl.cast(head, tl.uint32), tl.cast(offset, tl.uint32)
+    bits = tl.zeros([1, 1], tl.uint32)
+    for j in tl.static_range(4):
+        w0, w1, w2, w3 = philox_tile(seed, (4 * words + j).to(tl.uint32), rows.to(tl.uint32), head, offset)
+        for h in tl.static_range(2):
+            even, odd = _reached(w2 if h else w0, least, UPPER), _reached(w3 if h else w1, least, UPPER)
+            four = ((even >> 8) & (HALVES >> 8)) | (odd & HALVES)
+            bits = ((bits >> 1) & BELOW) | four
+    return bits.to(tl.int32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=("q_len", "k_len", "align", "left", "right", "threshold"))
 def _mask_kernel(
     state_ptr, bits_ptr, num_heads, q_len, k_len, num_words, num_rows, align, left, right, threshold,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, UPPER: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """The bits of one tile of words and queries of one sequence; tiles that no query sees are left as they are."""
     first_row, first_word = tl.program_id(0) * BLOCK_M, tl.program_id(1) * WORDS
@@ -65,9 +101,7 @@ def _mask_kernel(
         rows, words = first_row + tl.arange(0, BLOCK_M), first_word + tl.arange(0, WORDS)
         seed, offset = tl.load(state_ptr), tl.load(state_ptr + 1)
         numbers = (batch * q_len + tl.load(state_ptr + 2) + rows)[None, :]
-        bits = keep_bytes(seed, offset, numbers, head, (4 * words)[:, None], threshold)
-        for byte in tl.static_range(1, 4):
-            bits |= keep_bytes(seed, offset, numbers, head, (4 * words + byte)[:, None], threshold) << 8 * byte
+        bits = keep_words(seed, offset, numbers, head, words[:, None], threshold, UPPER)
         place = (sequence * num_words + words)[:, None] * num_rows + rows[None, :]
         tl.store(bits_ptr + place, bits, mask=(words < num_words)[:, None] & (rows < num_rows)[None, :])
 
@@ -83,26 +117,28 @@ def load_words(view, ptr, sequence, num_words, num_rows, key, query, BLOCK_N: tl
         place = (sequence * num_words + numbers)[:, None] * num_rows + rows[None, :]
         words = tl.load(ptr + place, mask=(numbers < num_words)[:, None] & (rows < num_rows)[None, :], other=0)
     if BLOCK_N < 32:
-        words = words >> key % 32
+        words = words >> key % 32 // 4  # 16 keys from the 16th on: j begins at 2
     return words
 
 
 @triton.jit
 def keep_keys(words, BLOCK_N: tl.constexpr):
-    """Which elements of a tile [queries, BLOCK_N keys] stay.
-
-    The bit is picked by shape: in a matrix product's result a thread's keys are known when compiling but for its place among four
-    neighbours, so a test is one instruction, and words reach threads through the copy that brings them in.
-    """
-    bit = 1 << tl.arange(0, min(BLOCK_N, 32))
-    return tl.reshape(tl.trans(words)[:, :, None] & bit[None, None, :], [words.shape[1], BLOCK_N]) != 0
+    """Which elements of a tile [queries, BLOCK_N keys] stay; a thread's shift is 8 q + h of its keys 2 q' = 4 h + 2 q."""
+    pair = tl.arange(0, 4)
+    own = (pair % 2 * 8 + pair // 2)[None, None, None, :, None]
+    bit = (1 << (2 * tl.arange(0, min(BLOCK_N, 32) // 8)))[:, None] << (16 * tl.arange(0, 2))[None, :]
+    shifted = tl.trans(words)[:, :, None, None, None] >> own
+    return tl.reshape(shifted & bit[None, None, :, None, :], [words.shape[1], BLOCK_N]) != 0
 
 
 @triton.jit
 def keep_queries(words, BLOCK_N: tl.constexpr):
-    """Which elements of a tile [BLOCK_N keys, queries] stay."""
-    bit = 1 << tl.arange(0, min(BLOCK_N, 32))
-    return tl.reshape(words[:, None, :] & bit[None, :, None], [BLOCK_N, words.shape[1]]) != 0
+    """Which elements of a tile [BLOCK_N keys, queries] stay; a thread's shift is that of its key in eight, and of its warp's sixteen."""
+    key = tl.arange(0, 8)
+    own = (key % 2 * 16 + key // 2 % 2 * 8 + key // 4)[None, None, None, :, None]
+    own = own + (4 * tl.arange(0, min(BLOCK_N, 32) // 16))[None, :, None, None, None]
+    bit = (1 << (2 * tl.arange(0, 2)))[None, None, :, None, None]
+    return tl.reshape((words[:, None, None, None, :] >> own) & bit, [BLOCK_N, words.shape[1]]) != 0
 
 
 def num_bytes(p: AttentionProblem) -> int:
@@ -124,7 +160,7 @@ def draw_bits(p: AttentionProblem, like: torch.Tensor, state: torch.Tensor | Non
     launch(
         _mask_kernel, (cdiv(num_rows, tile.block_m), cdiv(num_words, tile.words), sequences), state, bits, p.heads, p.q_len, p.k_len,
         num_words, num_rows, int(p.bottom_right), p.left, p.right, threshold(p.dropout_p), LEFT=p.left >= 0, RIGHT=p.right >= 0,
-        WORDS=tile.words, BLOCK_M=tile.block_m, num_warps=tile.num_warps,
+        UPPER=threshold(p.dropout_p) >= 2**15, WORDS=tile.words, BLOCK_M=tile.block_m, num_warps=tile.num_warps,
     )  # fmt: skip
     return Bits(bits, num_words, num_rows, 1.0 / (1.0 - honoured(p.dropout_p)))
 
