@@ -324,7 +324,7 @@ def launch_bwd(
     block = max(1, 8192 // width)
     launch(
         _prepare_kernel, (cdiv(num_rows, block),), dout, out, lse, delta, offset, num_rows, p.q_len, p.heads, *_strides(dout),
-        WIDTH=p.head_dim, BLOCK_D=width, BLOCK_M=block, num_warps=4,
+        1.0 / bits.raised, WIDTH=p.head_dim, BLOCK_D=width, BLOCK_M=block, num_warps=4,
     )  # fmt: skip
     inputs = (dout, q, k, v, offset, delta)
     strides = (*_strides(dout), *_strides(q), *_strides(k), *_strides(v), *extra.strides)

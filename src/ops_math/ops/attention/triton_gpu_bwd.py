@@ -16,9 +16,12 @@ from ops_math.ops.attention.triton_gpu_fwd import LENGTHS, key_range, load_rows,
 @triton.jit
 def _prepare_kernel(
     dout_ptr, out_ptr, lse_ptr, delta_ptr, offset_ptr, num_rows, q_len, num_heads, dout_stride_b, dout_stride_s, dout_stride_h,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    share, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dout out), and lse as an exponent of two, laid out as lse; rows are numbered as `out` lies: (batch, query, head)."""
+    """delta = share rowsum(dout out), and lse as an exponent of two, laid out as lse; rows are numbered as `out` lies: (batch, query, head).
+
+    share: the part that dropout keeps. What grows by its inverse does so once, in what the next kernels store.
+    """
     dout_stride_b, dout_stride_s, dout_stride_h = steps_of(dout_stride_b, dout_stride_s, dout_stride_h)
     rows, cols = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     head, query, batch = rows % num_heads, rows // num_heads % q_len, rows // num_heads // q_len
@@ -30,7 +33,7 @@ def _prepare_kernel(
     dout = tl.load(dout_ptr + place[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     lse = tl.load(lse_ptr + row_of, mask=rows < num_rows, other=0.0)
 
-    tl.store(delta_ptr + row_of, tl.sum(out * dout, 1), mask=rows < num_rows)
+    tl.store(delta_ptr + row_of, tl.sum(out * dout, 1) * share, mask=rows < num_rows)
     tl.store(offset_ptr + row_of, exponent_offset(lse), mask=rows < num_rows)
 
 
@@ -116,7 +119,6 @@ def _bwd_dkdv_kernel(
     )
     first_row = (batch * num_heads + kv_head * group) * tokens + first_q
     count = tl.maximum(tl.cdiv(high - low, BLOCK_M), 0)
-    nothing = raised * 0.0  # as in the forward: a zero that the compiler does not know
     for step in range(group * count):  # all heads that share these keys, one after the other: the sum needs no atomics
         member = step // count
         start = low + (step - member * count) * BLOCK_M
@@ -140,7 +142,7 @@ def _bwd_dkdv_kernel(
         if bits_ptr is not None:
             words = load_words(bits_view, bits_ptr, batch * num_heads + head, num_words, num_rows, tile * BLOCK_N, start, BLOCK_N, BLOCK_M)
             keep = keep_queries(words, BLOCK_N)
-            dropped, dp = tl.where(keep, p, nothing), tl.where(keep, dp, 0.0) * raised
+            dropped, dp = p * keep, dp * keep
         dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=PRECISION)
         ds = p * (dp - delta[None, :])
         if SOFTCAP:
@@ -152,7 +154,7 @@ def _bwd_dkdv_kernel(
     mask = (keys < k_len)[:, None] & (cols < WIDTH)[None, :]
     tl.store(
         dk_ptr + batch * dk_stride_b + kv_head * dk_stride_h + k_rows * dk_stride_s + cols[None, :],
-        (dk * scale).to(dk_ptr.dtype.element_ty),
+        (dk * (scale * raised)).to(dk_ptr.dtype.element_ty),
         mask=mask,
     )
     tl.store(
@@ -228,7 +230,7 @@ def _bwd_dq_kernel(
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
         if bits_ptr is not None:
             words = load_words(bits_view, bits_ptr, batch * num_heads + head, num_words, num_rows, start, tile * BLOCK_M, BLOCK_N, BLOCK_M)
-            dp = tl.where(keep_keys(words, BLOCK_N), dp, 0.0) * raised
+            dp = dp * keep_keys(words, BLOCK_N)
         ds = p * (dp - delta[:, None])
         if SOFTCAP:
             ds = ds * slope
@@ -237,6 +239,6 @@ def _bwd_dq_kernel(
     mask = (rows < q_len)[:, None] & (cols < WIDTH)[None, :]
     tl.store(
         dq_ptr + batch * dq_stride_b + head * dq_stride_h + at * dq_stride_s + cols[None, :],
-        (dq * scale).to(dq_ptr.dtype.element_ty),
+        (dq * (scale * raised)).to(dq_ptr.dtype.element_ty),
         mask=mask,
     )

@@ -50,6 +50,7 @@ class Bits(NamedTuple):
 
 
 HALVES = tl.constexpr(0x80008000)  # the top bits of both half-words
+ONE = tl.constexpr(0x3F800000)  # 1.0 in fp32
 BELOW = tl.constexpr(0x7F7F7F7F)
 
 
@@ -122,23 +123,42 @@ def load_words(view, ptr, sequence, num_words, num_rows, key, query, BLOCK_N: tl
 
 
 @triton.jit
+def _factor(words, own, at):
+    """1.0 where bit own + at of a word is set, else 0.0; `at` is below 23, a constant for each of a thread's elements.
+
+    As a bit of 1.0's mantissa it makes that 1 + 2^(at - 23). A logical operation, a multiplication that adds and one that multiplies go
+    to two kinds of units; a test and a selection both go to the one that softmax keeps busy, and LLVM of Triton 3.6 packs sixteen
+    tests into a word and takes them out again.
+    """
+    ones = (words >> own) | ONE
+    one = (ones & ((1 << at) | ONE)).to(tl.float32, bitcast=True)
+    gain = (150 - at << 23).to(tl.float32, bitcast=True)
+    return one * gain - gain
+
+
+@triton.jit
 def keep_keys(words, BLOCK_N: tl.constexpr):
-    """Which elements of a tile [queries, BLOCK_N keys] stay; a thread's shift is 8 q + h of its keys 2 q' = 4 h + 2 q."""
+    """1.0 for the elements of a tile [queries, BLOCK_N keys] that stay, else 0.0.
+
+    A thread's shift is 8 q + h of its keys 4 h + 2 q in eight.
+    """
     pair = tl.arange(0, 4)
     own = (pair % 2 * 8 + pair // 2)[None, None, None, :, None]
-    bit = (1 << (2 * tl.arange(0, min(BLOCK_N, 32) // 8)))[:, None] << (16 * tl.arange(0, 2))[None, :]
-    shifted = tl.trans(words)[:, :, None, None, None] >> own
-    return tl.reshape(shifted & bit[None, None, :, None, :], [words.shape[1], BLOCK_N]) != 0
+    at = (2 * tl.arange(0, min(BLOCK_N, 32) // 8))[:, None] + (16 * tl.arange(0, 2))[None, :]
+    return tl.reshape(_factor(tl.trans(words)[:, :, None, None, None], own, at[None, None, :, None, :]), [words.shape[1], BLOCK_N])
 
 
 @triton.jit
 def keep_queries(words, BLOCK_N: tl.constexpr):
-    """Which elements of a tile [BLOCK_N keys, queries] stay; a thread's shift is that of its key in eight, and of its warp's sixteen."""
+    """1.0 for the elements of a tile [BLOCK_N keys, queries] that stay, else 0.0.
+
+    A thread's shift is that of its key in eight, and of its warp's sixteen.
+    """
     key = tl.arange(0, 8)
     own = (key % 2 * 16 + key // 2 % 2 * 8 + key // 4)[None, None, None, :, None]
     own = own + (4 * tl.arange(0, min(BLOCK_N, 32) // 16))[None, :, None, None, None]
-    bit = (1 << (2 * tl.arange(0, 2)))[None, None, :, None, None]
-    return tl.reshape((words[:, None, None, None, :] >> own) & bit, [BLOCK_N, words.shape[1]]) != 0
+    at = (2 * tl.arange(0, 2))[None, None, :, None, None]
+    return tl.reshape(_factor(words[:, None, None, None, :], own, at), [BLOCK_N, words.shape[1]])
 
 
 def num_bytes(p: AttentionProblem) -> int:

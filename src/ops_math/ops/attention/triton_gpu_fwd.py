@@ -141,7 +141,6 @@ def _fwd_kernel(
     q = load_rows(q_base + rows.to(tl.int64)[:, None] * q_stride_s + cols[None, :], 0, rows, q_len, cols, True, WIDTH, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    nothing = raised * 0.0  # a zero that the compiler does not know: it would select among rounded values, two instructions more for each
 
     first = tile * BLOCK_M + shift
     low, full_low, full_high, high = key_range(first, first + BLOCK_M - 1, k_len, left, right, LEFT, RIGHT, BLOCK_N)
@@ -158,7 +157,7 @@ def _fwd_kernel(
         e, shrink, top, total = softmax_step(x, factor, top, total)
         if bits_ptr is not None:
             words = load_words(bits_view, bits_ptr, batch * num_heads + head, num_words, num_rows, start, tile * BLOCK_M, BLOCK_N, BLOCK_M)
-            e = tl.where(keep_keys(words, BLOCK_N), e, nothing)
+            e = e * keep_keys(words, BLOCK_N)
         v = load_tile(v_view, v_base, view_row, v_col, start, v_stride_s, keys, k_len, cols, VIEW, WIDTH, BLOCK_D)
         acc = tl.dot(e.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     divisor, lse = finish_softmax(top, total)
