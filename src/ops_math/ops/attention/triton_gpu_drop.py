@@ -51,7 +51,7 @@ class Bits(NamedTuple):
 
 HALVES = tl.constexpr(0x80008000)  # the top bits of both half-words
 ONE = tl.constexpr(0x3F800000)  # 1.0 in fp32
-BELOW = tl.constexpr(0x7F7F7F7F)
+TOPS = tl.constexpr(0x80808080)  # of all four bytes
 
 
 @triton.jit
@@ -66,6 +66,12 @@ def _reached(word, least, UPPER: tl.constexpr):
 
 
 @triton.jit
+def _merged(a, b, MASK: tl.constexpr):
+    """The bits of a where MASK has ones, those of b elsewhere: one instruction."""
+    return (a & MASK) | (b & (MASK ^ 0xFFFFFFFF))
+
+
+@triton.jit
 def keep_words(seed, offset, rows, head, words, threshold, UPPER: tl.constexpr):
     """The bits of 32 keys each, for row numbers and numbers of words that broadcast to one tile.
 
@@ -73,13 +79,13 @@ def keep_words(seed, offset, rows, head, words, threshold, UPPER: tl.constexpr):
     """
     least = (tl.cast(threshold, tl.uint32) & 0x7FFF) * 0x10001
     head, offset = tl.cast(head, tl.uint32), tl.cast(offset, tl.uint32)
-    bits = tl.zeros([1, 1], tl.uint32)
-    for j in tl.static_range(4):
+    bits = tl.zeros([words.shape[0], rows.shape[1]], tl.uint32)
+    for j in range(4):
         w0, w1, w2, w3 = philox_tile(seed, (4 * words + j).to(tl.uint32), rows.to(tl.uint32), head, offset)
         for h in tl.static_range(2):
             even, odd = _reached(w2 if h else w0, least, UPPER), _reached(w3 if h else w1, least, UPPER)
-            four = ((even >> 8) & (HALVES >> 8)) | (odd & HALVES)
-            bits = ((bits >> 1) & BELOW) | four
+            four = _merged(odd, even >> 8, HALVES)  # in bits 7, 15, 23 and 31, and anything elsewhere
+            bits = _merged(four, bits >> 1, TOPS)
     return bits.to(tl.int32, bitcast=True)
 
 
