@@ -1,7 +1,7 @@
 """Random words and dropout masks as tiles: the words of `ops_math.rng`, bit for bit.
 
-Element (row, head, col) is half-word `col % 8` of Philox4x32-7 at counter (col // 8, row, head, offset) under key seed. A kernel loads the state (seed, offset, first row)
-itself and adds the first row to its row numbers.
+Element (row, head, col) is half-word `col % 8` of Philox4x32-7 at counter (col // 8, row, head, offset) under key seed.
+A kernel loads the state (seed, offset, first row) itself and adds the first row to its row numbers.
 """
 
 from __future__ import annotations

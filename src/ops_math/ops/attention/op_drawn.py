@@ -23,7 +23,7 @@ from ops_math.spec import dtype_name as name_of
 from ops_math.stats import counter as counter_for
 
 REASON = "PyTorch draws the mask: no rng was given"
-# Whether PyTorch's kernel is left to draw, by (heads wider than 64, causal): where it is the faster one on a GPU. tools/gpu/attention_dropout.py
+# Whether PyTorch's kernel is left to draw on a GPU, by (heads wider than 64, causal): where it is faster. tools/gpu/attention_dropout.py
 # times both; all are as measured against our kernels that drew inside their loops (BERT-large, H200, 2026-11-29: cuDNN 2.5 times as fast).
 DRAWS_ITSELF = {(False, False): True, (False, True): True, (True, False): True, (True, True): True}
 

@@ -164,9 +164,9 @@ FAULTS: dict[str, Callable[..., Bits]] = {
 def faults_that_live() -> Iterator[str]:
     """Planted faults that the budget does not catch, and honest bits that it finds guilty, in two heads of two tiles each way."""
     operator = catalog.operators()["attention"]
-    case = Case(
-        "dropout, two heads", "attention", lambda d: Call(tuple(d.normal(1, n, 2, 8) for n in (36, 50, 50)), {"dropout_p": 0.2, "rng": d.rng(3)})
-    )
+    lengths = (36, 50, 50)
+    make = lambda d: Call(tuple(d.normal(1, n, 2, 8) for n in lengths), {"dropout_p": 0.2, "rng": d.rng(3)})  # noqa: E731
+    case = Case("dropout, two heads", "attention", make)
     for name, fault in {"": draw_bits, **FAULTS}.items():
         triton_gpu.draw_bits = fault
         found = conformance.check_budget(operator, case, "fp32", "triton_gpu")

@@ -290,7 +290,9 @@ def _lookup(
     kept = q if keep is None else keep.view(torch.uint8)
     strides = (mask.stride() if mask is not None else (0,) * 4) + (keep.stride() if keep is not None else (0,) * 2)
     bounds = (p.left if p.left >= 0 else NO_BOUND, p.right if p.right >= 0 else NO_BOUND)
-    return _Lookup((seen, kept, cu_q, cu_k, state), strides, (*scalars, *bounds, threshold(p.dropout_p), 1.0 / (1.0 - honoured(p.dropout_p))))
+    return _Lookup(
+        (seen, kept, cu_q, cu_k, state), strides, (*scalars, *bounds, threshold(p.dropout_p), 1.0 / (1.0 - honoured(p.dropout_p)))
+    )
 
 
 def launch_fwd(

@@ -18,9 +18,10 @@ def _prepare_kernel(
     dout_ptr, out_ptr, lse_ptr, delta_ptr, offset_ptr, num_rows, q_len, num_heads, dout_stride_b, dout_stride_s, dout_stride_h,
     share, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta = share rowsum(dout out), and lse as an exponent of two, laid out as lse; rows are numbered as `out` lies: (batch, query, head).
+    """delta = share rowsum(dout out), and lse as an exponent of two, laid out as lse.
 
-    share: the part that dropout keeps. What grows by its inverse does so once, in what the next kernels store.
+    Rows are numbered as `out` lies: (batch, query, head). share: the part that dropout keeps. What grows by its inverse does so once, in
+    what the next kernels store.
     """
     dout_stride_b, dout_stride_s, dout_stride_h = steps_of(dout_stride_b, dout_stride_s, dout_stride_h)
     rows, cols = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
