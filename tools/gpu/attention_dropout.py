@@ -210,9 +210,8 @@ def right() -> None:
             errors = [[((a.float() - r).norm() / r.norm()).item() for a, r in zip(one, exact, strict=True)] for one in results[1:]]
             worst = max(ours / max(eager, 1e-4) for eager, ours in zip(*errors, strict=True))
             shown = " ".join(f"{e:.1e}" for e in errors[1])
-            say(
-                f"{'ok   ' if worst < 1.5 else 'WRONG'} {(b, s, t, h, k, d)} {options} p {p}: out dq dk dv off by {shown}, {worst:.2f} of eager's"
-            )
+            verdict = "ok   " if worst < 1.5 else "WRONG"
+            say(f"{verdict} {(b, s, t, h, k, d)} {options} p {p}: out dq dk dv off by {shown}, {worst:.2f} of eager's")
     for name, shape in SHAPES.items():
         p = problem((2, *shape[1:4], False), P)
         state = om.Rng(9, "cuda", first_row=5).state

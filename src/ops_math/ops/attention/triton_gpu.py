@@ -336,8 +336,8 @@ def launch_bwd(
         views, vectors = _views(p, config.dkdv.view, config.dkdv.block_m, q, dout), _vectors(p, config.dkdv, offset, delta)
         launch(
             _bwd_dkdv_masked_kernel if _masked(p) else _bwd_dkdv_kernel, (tiles * p.kv_heads * p.batch,), *inputs, *views, *vectors,
-            *_drawn(p, bits, config.dkdv, views), *extra.pointers, dk, dv, tiles, *_sizes(p), *strides, *_strides(dk), *_strides(dv), *extra.scalars, **_features(p, views),
-            ROWS=vectors[0] is not None, **_shape(config.dkdv, q.device),
+            *_drawn(p, bits, config.dkdv, views), *extra.pointers, dk, dv, tiles, *_sizes(p), *strides, *_strides(dk), *_strides(dv),
+            *extra.scalars, **_features(p, views), ROWS=vectors[0] is not None, **_shape(config.dkdv, q.device),
         )  # fmt: skip
     if p.need_dq:
         tiles = _num_tiles(p, p.q_len, config.dq.block_m)

@@ -108,8 +108,8 @@ def load_tile(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _fwd_kernel(
-    q_ptr, k_ptr, v_ptr, k_view, v_view, bits_ptr, bits_view, cu_q_ptr, cu_k_ptr, out_ptr, lse_ptr, num_tiles, num_heads, group, q_len, k_len,
-    documents, steps,
+    q_ptr, k_ptr, v_ptr, k_view, v_view, bits_ptr, bits_view, cu_q_ptr, cu_k_ptr, out_ptr, lse_ptr, num_tiles, num_heads, group, q_len,
+    k_len, documents, steps,
     q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
     scale, softcap, align, left, right, num_words, num_rows, raised,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr,
