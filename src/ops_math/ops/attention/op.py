@@ -378,7 +378,7 @@ def attention_qkv(
     dtype = store_dtype(q)
     q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (q, k, v))
     if _draws(q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, rule, rng, return_lse):
-        return op_drawn.attend(q, k, v, rule.right == 0, rule.scale, dropout_p)
+        return op_drawn.attend_packed(_cast(qkv), num_heads, kv_heads, rule.right == 0, rule.scale, dropout_p)
     extra = _extra(op, q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, dropout_p, rng)
     if needs_grad(qkv):
         out, lse = apply(_AttentionQKV, _cast(qkv), num_heads, kv_heads, *extra, *rule)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from ops_math import backends, settings
-from ops_math.layout import dense
+from ops_math.dispatch import apply, needs_grad
+from ops_math.layout import copied, dense
 from ops_math.ops.attention import vendor
 from ops_math.ops.attention.problem import AttentionProblem, cost
 from ops_math.spec import Device
@@ -80,6 +82,26 @@ def can_draw_form(form: Form, device: torch.device, causal: bool, scale: float, 
 def _form(q: torch.Tensor, k: torch.Tensor) -> Form:
     batch, length, heads, width = q.shape
     return Form(batch, length, heads, k.shape[2], width, q.dtype)
+
+
+class _Parts(torch.autograd.Function):
+    """q, k, v [..., heads, D] of a projection [..., (H + 2 K) D], whose three gradients are joined by a copy that is counted."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: torch.Tensor, sizes: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
+        return qkv.unflatten(-1, (sum(sizes), qkv.shape[-1] // sum(sizes))).split(sizes, -2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return copied(torch.cat(grads, -2).flatten(-2), "gradients of q, k and v", "PyTorch's attention writes them apart"), None
+
+
+def attend_packed(qkv: torch.Tensor, num_heads: int, kv_heads: int, causal: bool, scale: float, dropout_p: float) -> torch.Tensor:
+    """`attend` of one projection [B, S, (H + 2 K) D]."""
+    sizes = (num_heads, kv_heads, kv_heads)
+    parts = apply(_Parts, qkv, sizes) if needs_grad(qkv) else qkv.unflatten(-1, (sum(sizes), -1)).split(sizes, -2)
+    return attend(*parts, causal, scale, dropout_p)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, dropout_p: float) -> torch.Tensor:
