@@ -1,7 +1,8 @@
 """Random numbers that are a function of a key and of global coordinates, so that a mask repeats wherever it is computed.
 
 Philox4x32 with 7 rounds (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011: the fewest rounds that pass
-BigCrush). The word for element (row, head, col) is word `col % 4` of Philox at counter (col // 4, row, head, offset) under key seed.
+BigCrush). One call decides eight neighbours: element (row, head, col) is half-word `col % 8` of Philox at counter
+(col // 8, row, head, offset) under key seed, the low half of each of the four words first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ ROUNDS = 7
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
-_CPU_CHUNK = 16384  # groups of four worked on at a time: six buffers of 128 KiB
+_CPU_CHUNK = 16384  # groups of eight worked on at a time: six buffers of 128 KiB
+GROUP = 8  # elements that one Philox call decides
+LEVELS = 2**16  # values of a half-word
 
 
 class Rng:
@@ -91,8 +94,17 @@ def drawn(operator: str, x: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def threshold(p: float) -> int:
-    """A word at or above this [0, 2^32) keeps its element: the chance of dropping is p to within 2^-33."""
-    return min(round(p * 2**32), 2**32 - 1)
+    """A half-word at or above this [0, 2^16) keeps its element."""
+    return min(round(p * LEVELS), LEVELS - 1)
+
+
+def honoured(p: float) -> float:
+    """The chance of dropping that a keyed mask has: the multiple of 2^-16 next to p, and never 1.
+
+    What is kept grows by 1 / (1 - this), so that the mean stays exactly. It differs from p by at most 2^-17 (above 1 - 2^-17 by less than
+    2^-16): a p below 2^-17 drops nothing.
+    """
+    return threshold(p) / LEVELS
 
 
 def _high_low(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +115,7 @@ def _high_low(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def philox(state: torch.Tensor, row: torch.Tensor, head: torch.Tensor | int, group: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Four 32-bit words (as int64) for each broadcast element of (row, head, group); `group` is col // 4."""
+    """Four 32-bit words (as int64) for each broadcast element of (row, head, group); `group` is col // 8."""
     seed, offset = state[0], state[1]
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     c0, c1 = group & _MASK, (row + state[2]) & _MASK
@@ -133,27 +145,28 @@ def keep_mask(state: torch.Tensor, row: torch.Tensor, head: torch.Tensor | int, 
     if state.device.type == "cpu" and not torch.compiler.is_compiling():
         rows, heads = torch.broadcast_tensors(row, torch.as_tensor(head))
         return _keep_mask_cpu(state, rows.reshape(-1), heads.reshape(-1), num_cols, p).view(*rows.shape, num_cols)
-    group = torch.arange((num_cols + 3) // 4, device=state.device)
+    group = torch.arange((num_cols + GROUP - 1) // GROUP, device=state.device)
     heads = head[..., None] if isinstance(head, torch.Tensor) else head
     words = torch.stack(torch.broadcast_tensors(*philox(state, row[..., None], heads, group)), -1)
-    return words.flatten(-2)[..., :num_cols] >= threshold(p)
+    halves = torch.stack((words & (LEVELS - 1), words >> 16), -1)
+    return halves.flatten(-3)[..., :num_cols] >= threshold(p)
 
 
 def _keep_mask_cpu(state: torch.Tensor, row: torch.Tensor, head: torch.Tensor, num_cols: int, p: float) -> torch.Tensor:
-    """`keep_mask` of flat rows in numpy, whose uint64 products wrap and whose results go where they are told: 5 ns an element.
+    """`keep_mask` of flat rows in numpy, whose uint64 products wrap and whose results go where they are told: 2 ns an element.
 
-    (PyTorch's own dropout takes 6, `philox` above 160.) Round one is worked out on vectors of rows and of groups, and so are the
-    products of round two; the rest in scratch that fits the cache. The low half of a product is left unmasked until it is combined.
+    Round one is worked out on vectors of rows and of groups, and so are the products of round two; the rest in scratch that fits the
+    cache. The low half of a product is left unmasked until it is combined, or cut off where a word is stored.
     """
     import numpy as np  # here, since importing this package must need torch alone
 
     half, mask, m0, m1 = (np.uint64(n) for n in (32, _MASK, _M0, _M1))
     seed, offset, first_row = state.tolist()
     keys = [(np.uint64((seed + r * _W0) & _MASK), np.uint64(((seed >> 32) + r * _W1) & _MASK)) for r in range(ROUNDS)]
-    groups = np.arange((num_cols + 3) // 4, dtype=np.uint64)[None, :]
+    groups = np.arange((num_cols + GROUP - 1) // GROUP, dtype=np.uint64)[None, :]
     rows = ((row + first_row) & _MASK).numpy().astype(np.uint64)[:, None]
     heads = (head & _MASK).numpy().astype(np.uint64)[:, None]
-    keep = np.empty((rows.shape[0], groups.shape[1], 4), dtype=bool)
+    keep = np.empty((rows.shape[0], groups.shape[1] * GROUP), dtype=bool)
 
     by_group, by_row = groups * m0, heads * m1
     row0, group2 = (by_row >> half) ^ rows ^ keys[0][0], (by_group >> half) ^ np.uint64(offset & _MASK) ^ keys[0][1]
@@ -163,6 +176,7 @@ def _keep_mask_cpu(state: torch.Tensor, row: torch.Tensor, head: torch.Tensor, n
 
     chunk = max(1, _CPU_CHUNK // max(groups.shape[1], 1))
     scratch = [np.empty((min(chunk, rows.shape[0]), groups.shape[1]), np.uint64) for _ in range(6)]
+    words, least = np.empty((*scratch[0].shape, 4), "<u4"), np.uint16(threshold(p))
     for start in range(0, rows.shape[0], chunk):
         piece = slice(start, start + chunk)
         c0, c2, even0, even1, odd0, odd1 = (t[: keep[piece].shape[0]] for t in scratch)
@@ -179,8 +193,8 @@ def _keep_mask_cpu(state: torch.Tensor, row: torch.Tensor, head: torch.Tensor, n
                 np.bitwise_xor(c, key, out=c)
                 np.bitwise_and(c, mask, out=c)
             c1, c3 = product1, product0
-        for low in (c1, c3):
-            np.bitwise_and(low, mask, out=low)
+        drawn_words = words[: c0.shape[0]]
         for j, word in enumerate((c0, c1, c2, c3)):
-            np.greater_equal(word, np.uint64(threshold(p)), out=keep[piece][..., j])
-    return torch.from_numpy(keep.reshape(rows.shape[0], 4 * groups.shape[1]))[:, :num_cols]
+            np.copyto(drawn_words[..., j], word, casting="unsafe")
+        np.greater_equal(drawn_words.view("<u2").reshape(keep[piece].shape), least, out=keep[piece])
+    return torch.from_numpy(keep)[:, :num_cols]

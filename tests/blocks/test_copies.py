@@ -9,7 +9,7 @@ import ops_math as om
 from ops_math import features
 from ops_math.layout import as_rows
 from ops_nn.adopt import adopt
-from tests.adopt.models import JOBS
+from tests.adopt.models import JOBS, Job, bert, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +62,16 @@ def test_inputs_that_have_no_rows_are_copies_in_one_line_whatever_their_shapes()
     as_rows(torch.zeros(4, 6)[:, :3])  # rows with a stride: a view
     (row,) = om.layout.report().rows
     assert (row.what, row.calls, row.bytes) == ("rows of an operator's input", 2, 236)
+
+
+@pytest.mark.parametrize(
+    ("who", "copies"),
+    [("eager", set()), ("vendor", {"attention's output", "gradients of q, k and v"})],
+)
+def test_dropout_by_key_writes_the_gradient_of_a_packed_projection_as_one_and_pytorchs_is_joined_by_a_copy(who, copies):
+    ids, labels = tokens()
+    job = Job(bert(dropout=0.25).model, lambda m: m(ids, labels).loss, 4)
+    job.model.float()
+    adopt(job.model, pack=True)
+    with om.force(attention=who):
+        assert reasons(job) == copies

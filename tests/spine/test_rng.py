@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ops_math.checks import ArgumentError
-from ops_math.rng import Rng, keep_mask, philox, state_for, threshold
+from ops_math.rng import Rng, honoured, keep_mask, philox, state_for, threshold
 
 
 def scalar_philox(counter, key, rounds=7):
@@ -71,10 +71,45 @@ def test_neighbouring_columns_and_rows_are_uncorrelated():
             assert abs(np.mean(a * b)) < 5 * 0.25 / math.sqrt(a.size)
 
 
-def test_the_threshold_is_a_probability_of_a_word():
+def test_the_threshold_is_a_probability_of_a_half_word():
     assert threshold(0.0) == 0
-    assert threshold(0.5) == 2**31
-    assert threshold(1 - 2**-40) == 2**32 - 1
+    assert threshold(0.5) == 2**15
+    assert threshold(1 - 2**-40) == 2**16 - 1
+
+
+def test_the_chance_that_a_mask_has_is_near_the_one_asked_for_and_never_one():
+    for p in (0.0, 1e-9, 2**-17, 2**-16, 0.1, 0.25, 1 / 3, 0.9, 1 - 2**-17):
+        assert abs(honoured(p) - p) <= 2**-17
+        assert honoured(honoured(p)) == honoured(p)
+    assert honoured(0.0) == honoured(1e-9) == 0.0
+    assert honoured(1 - 2**-40) == 1 - 2**-16
+
+
+def test_an_element_is_the_half_word_of_the_documented_place():
+    seed, offset, first, p = 77, 3, 10, 0.4
+    mask = keep_mask(torch.tensor([seed, offset, first]), torch.tensor([5]), 2, 21, p)[0]
+    for col in range(21):
+        word = scalar_philox((col // 8, 15, 2, offset), (seed, 0))[col % 8 // 2]
+        half = word >> 16 if col % 2 else word & 0xFFFF
+        assert mask[col].item() == (half >= round(p * 2**16))
+
+
+def test_the_halves_of_a_word_are_uniform_and_independent_of_each_other():
+    state, rows = Rng(8).state, torch.arange(2048)
+    words = torch.stack(philox(state, rows[:, None], 0, torch.arange(64)[None]), -1)
+    low, high = ((words & 0xFFFF).double() + 0.5) / 2**16 - 0.5, ((words >> 16).double() + 0.5) / 2**16 - 0.5
+    n = low.numel()
+    for half in (low, high):
+        assert abs(half.mean().item()) < 5 / math.sqrt(12 * n)
+        assert abs(half.square().mean().item() - 1 / 12) < 5 * math.sqrt(1 / 180 / n)
+    assert abs((low * high).mean().item()) < 5 / 12 / math.sqrt(n)
+
+
+@pytest.mark.parametrize("p", [1e-3, 0.1, 0.5])
+def test_what_is_kept_grows_by_what_keeps_the_mean(p):
+    kept = keep_mask(Rng(4).state, torch.arange(4096), 0, 1024, p)
+    n, q = kept.numel(), honoured(p)
+    assert abs(kept.double().mean().item() / (1 - q) - 1) < 5 * math.sqrt(q / (1 - q) / n)
 
 
 def test_without_an_rng_the_key_comes_from_pytorchs_generator():
@@ -93,10 +128,10 @@ def test_a_seed_in_place_of_an_rng_is_refused_in_words():
         state_for("dropout", 5, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("num_cols", [0, 1, 257])
+@pytest.mark.parametrize("num_cols", [0, 1, 7, 8, 257])
 def test_the_mask_worked_out_in_numpy_is_that_of_the_words(num_cols):
     row, head = torch.arange(900).view(300, 1, 3), torch.arange(2)[:, None]
     for state in (Rng(-7, first_row=2**32 - 100).child(2**32 - 1).state, Rng(2**62 + 1).state):
-        words = torch.stack(torch.broadcast_tensors(*philox(state, row[..., None], head[..., None], torch.arange((num_cols + 3) // 4))), -1)
-        want = words.flatten(-2)[..., :num_cols] >= threshold(0.3)
+        words = torch.stack(torch.broadcast_tensors(*philox(state, row[..., None], head[..., None], torch.arange((num_cols + 7) // 8))), -1)
+        want = torch.stack((words & 0xFFFF, words >> 16), -1).flatten(-3)[..., :num_cols] >= threshold(0.3)
         assert torch.equal(keep_mask(state, row, head, num_cols, 0.3), want)

@@ -1,6 +1,6 @@
 """Random words and dropout masks as tiles: the words of `ops_math.rng`, bit for bit.
 
-The word of element (row, head, col) is word `col % 4` of Philox4x32-7 at counter (col // 4, row, head, offset) under key seed.
+Element (row, head, col) is half-word `col % 8` of Philox4x32-7 at counter (col // 8, row, head, offset) under key seed.
 A kernel loads the state (seed, offset, first row) itself and adds the first row to its row numbers.
 """
 
@@ -27,7 +27,10 @@ def _multiply(a, M: tl.constexpr):
 
 @triton.jit
 def philox_tile(seed, c0, c1, c2, c3):
-    """Four words for each element of the uint32 counters c0 .. c3, which have one shape; seed is a 64-bit scalar."""
+    """Four words for each element that the uint32 counters c0 .. c3 broadcast to; seed is a 64-bit scalar.
+
+    Counters that are a column, a row and scalars make the first two rounds, and half of the third, work on vectors.
+    """
     k0 = tl.cast(seed, tl.uint64).to(tl.uint32)
     k1 = (tl.cast(seed, tl.uint64) >> 32).to(tl.uint32)
     for _ in tl.static_range(ROUNDS):
@@ -40,19 +43,32 @@ def philox_tile(seed, c0, c1, c2, c3):
 
 
 @triton.jit
+def keep_bytes(seed, offset, rows, head, groups, threshold):
+    """int32 whose bit j says whether element 8 group + j is kept, for rows and groups of columns that broadcast to one tile.
+
+    seed, offset and head are scalars, rows global row numbers and groups column numbers // 8, of any integer type, threshold
+    `rng.threshold(p)`.
+    """
+    w0, w1, w2, w3 = philox_tile(seed, groups.to(tl.uint32), rows.to(tl.uint32), tl.cast(head, tl.uint32), tl.cast(offset, tl.uint32))
+    least = tl.cast(threshold, tl.uint32) << 16
+    return _two_bits(w0, least, 0) | _two_bits(w1, least, 2) | _two_bits(w2, least, 4) | _two_bits(w3, least, 6)
+
+
+@triton.jit
+def _two_bits(word, least, AT: tl.constexpr):
+    """Bits AT and AT + 1: whether the low and the high half of a word reach the threshold, which `least` has in its high half."""
+    return tl.where((word << 16) >= least, 1 << AT, 0) | tl.where(word >= least, 2 << AT, 0)
+
+
+@triton.jit
 def keep_tile(seed, offset, rows, head, first_col, threshold, BLOCK_N: tl.constexpr):
     """Mask [len(rows), BLOCK_N] of the elements to keep in columns first_col, first_col + 1, ...
 
-    seed and offset are scalars, rows [M] global row numbers of any integer type, head a scalar, first_col a multiple of 4, threshold
-    `rng.threshold(p)`, BLOCK_N a power of two from 4 on. One Philox call decides four neighbours, so nothing drawn is thrown away.
-    The four decisions travel as bits of one integer: a tile of words or of booleans is brought into the layout of a bf16 tile
+    seed and offset are scalars, rows [M] global row numbers of any integer type, head a scalar, first_col a multiple of 8, threshold
+    `rng.threshold(p)`, BLOCK_N a power of two from 8 on. One Philox call decides eight neighbours, so nothing drawn is thrown away.
+    The decisions travel as bits of one integer: a tile of words or of booleans is brought into the layout of a bf16 tile
     through shared memory, this is not (Triton 3.6 and 3.9, sm_90 and gfx942).
     """
-    groups = tl.cast(first_col, tl.uint32) // 4 + tl.arange(0, BLOCK_N // 4).to(tl.uint32)
-    zero = tl.zeros([rows.shape[0], BLOCK_N // 4], tl.uint32)
-    c0 = zero + groups[None, :]
-    c1 = zero + rows.to(tl.uint32)[:, None]
-    w0, w1, w2, w3 = philox_tile(seed, c0, c1, zero + tl.cast(head, tl.uint32), zero + tl.cast(offset, tl.uint32))
-    least = tl.cast(threshold, tl.uint32)
-    bits = (w0 >= least).to(tl.int32) | (w1 >= least).to(tl.int32) << 1 | (w2 >= least).to(tl.int32) << 2 | (w3 >= least).to(tl.int32) << 3
-    return tl.reshape((bits[:, :, None] >> tl.arange(0, 4)[None, None, :]) & 1, [rows.shape[0], BLOCK_N]) != 0
+    groups = tl.cast(first_col, tl.uint32) // 8 + tl.arange(0, BLOCK_N // 8).to(tl.uint32)
+    bits = keep_bytes(seed, offset, rows[:, None], head, groups[None, :], threshold)
+    return tl.reshape(bits[:, :, None] & (1 << tl.arange(0, 8))[None, None, :], [rows.shape[0], BLOCK_N]) != 0

@@ -27,12 +27,12 @@ def _words_kernel(state_ptr, words_ptr, keep_ptr, first_row, head, first_col, th
     rows = first_row + tl.load(state_ptr + 2) + tl.arange(0, BLOCK_M)
     keep = keep_tile(seed, offset, rows, head, first_col, threshold, BLOCK_N)
     tl.store(keep_ptr + tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :], keep.to(tl.int8))
-    zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.uint32)
-    groups = zero + (first_col // 4 + tl.arange(0, BLOCK_N // 4)).to(tl.uint32)[None, :]
+    zero = tl.zeros([BLOCK_M, BLOCK_N // 8], tl.uint32)
+    groups = zero + (first_col // 8 + tl.arange(0, BLOCK_N // 8)).to(tl.uint32)[None, :]
     w0, w1, w2, w3 = philox_tile(
         seed, groups, zero + rows.to(tl.uint32)[:, None], zero + tl.cast(head, tl.uint32), zero + tl.cast(offset, tl.uint32)
     )
-    place = words_ptr + tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + 4 * tl.arange(0, BLOCK_N // 4)[None, :]
+    place = words_ptr + tl.arange(0, BLOCK_M)[:, None] * (BLOCK_N // 2) + 4 * tl.arange(0, BLOCK_N // 8)[None, :]
     tl.store(place, w0.to(tl.int64))
     tl.store(place + 1, w1.to(tl.int64))
     tl.store(place + 2, w2.to(tl.int64))
@@ -46,20 +46,21 @@ def differences() -> list[str]:
         (1, 0, 0, 0, 0, 0, 0.1),
         (-5, 7, 3, 128, 31, 64, 0.5),
         (2**62 + 12345, HUGE, 2**31, 2**31 - 4, HUGE, 2**31 - 64, 0.9),
-        (2**32, 1, 0, 5, 2, 4, 1e-12),
+        (2**32, 1, 0, 5, 2, 8, 1e-12),
     ):
-        for block_m, block_n in ((1, 4), (8, 32), (2, 128)):
+        for block_m, block_n in ((1, 8), (8, 32), (2, 128)):
             case = f"seed {seed} tile {block_m} x {block_n}"
             rng = Rng(seed, first_row=base).child(stream)
-            words = torch.full((block_m, block_n), -1, dtype=torch.int64)
+            words = torch.full((block_m, block_n // 2), -1, dtype=torch.int64)
             keep = torch.full((block_m, block_n), -1, dtype=torch.int8)
             _words_kernel[(1,)](rng.state, words, keep, first_row, head, first_col, threshold(p), BLOCK_M=block_m, BLOCK_N=block_n)
             rows = first_row + torch.arange(block_m)
-            groups = first_col // 4 + torch.arange(block_n // 4)
+            groups = first_col // 8 + torch.arange(block_n // 8)
             want = torch.stack(torch.broadcast_tensors(*philox(rng.state, rows[:, None], head, groups)), -1).flatten(1)
             if not torch.equal(words, want):
                 found.append(f"words: {case}")
-            if not torch.equal(keep.bool(), want >= threshold(p)):
+            halves = torch.stack((want & 0xFFFF, want >> 16), -1).flatten(1)
+            if not torch.equal(keep.bool(), halves >= threshold(p)):
                 found.append(f"mask: {case}")
             if first_col == 0 and not torch.equal(keep.bool(), keep_mask(rng.state, rows, head, block_n, p)):
                 found.append(f"keep_mask: {case}")

@@ -77,7 +77,7 @@ def launch_fwd(
             e = scores.sub_(top).exp_()
             total = e.sum(-1, keepdim=True)
             lse_BKGS[here] = (total.log() + top)[..., 0]
-            total.masked_fill_(total == 0, 1.0).mul_(1 - p.dropout_p)
+            total.masked_fill_(total == 0, 1.0).mul_(1 - random.honoured(p.dropout_p))
             kept = _dropped(p, block, rows, masks, e)
             out_BKGSD[here] = _product(_rounded(kept, q.dtype), values[:, :, rows.low : rows.high]).div_(total).to(q.dtype)
     return out, lse
@@ -119,7 +119,7 @@ def launch_bwd(
         if p.need_dk:
             _by_head(dk)[into] = dkeys.mul_(p.scale).to(q.dtype)
         if p.need_dv:
-            _by_head(dv)[into] = dvalues.div_(1 - p.dropout_p).to(q.dtype)
+            _by_head(dv)[into] = dvalues.div_(1 - random.honoured(p.dropout_p)).to(q.dtype)
     return results
 
 
@@ -230,7 +230,7 @@ def _dropped(
     row = b * p.q_len + block.q0 + torch.arange(rows.start, rows.stop, device=device)
     keep = random.keep_mask(masks.state, row, h, rows.high, p.dropout_p)[..., rows.low :]
     if dprob is not None:
-        dprob.mul_(keep).div_(1 - p.dropout_p)
+        dprob.mul_(keep).div_(1 - random.honoured(p.dropout_p))
     return prob * keep
 
 

@@ -258,7 +258,7 @@ def attention(
         cu_seqlens_q: int32 or int64 [documents + 1], the first token of each document and the number of tokens at the end.
         cu_seqlens_k: the same for keys; by default as cu_seqlens_q.
         max_seqlen_q, max_seqlen_k: longest document [tokens], where known; our own kernels do without.
-        dropout_p: chance of dropping a probability; the others are divided by 1 - dropout_p.
+        dropout_p: chance of dropping a probability, met to within 2^-17 by a keyed mask; the others grow so that the mean stays.
         rng: what the dropout mask is a function of, with row b Sq + i (packed: the token), head, and key (packed: within the
             document). None draws from PyTorch's generator: a key, or, where cuDNN runs the call, the mask itself.
         return_lse: also return the logarithm of the sum of exponentials of each row's scores, which is not differentiable.
@@ -377,7 +377,7 @@ def attention_qkv(
     dtype = store_dtype(q)
     q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (q, k, v))
     if _draws(q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, rule, rng, return_lse):
-        return op_drawn.attend(q, k, v, rule.right == 0, rule.scale, dropout_p)
+        return op_drawn.attend_packed(_cast(qkv), num_heads, kv_heads, rule.right == 0, rule.scale, dropout_p)
     extra = _extra(op, q, k, mask, key_padding_mask, cu_seqlens_q, cu_seqlens_k, dropout_p, rng)
     if needs_grad(qkv):
         out, lse = apply(_AttentionQKV, _cast(qkv), num_heads, kv_heads, *extra, *rule)

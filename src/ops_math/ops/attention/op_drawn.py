@@ -1,21 +1,23 @@
-"""Attention whose dropout mask PyTorch draws: what `attention` does where no `rng` is given and a vendor kernel takes the call.
+"""Attention whose dropout mask PyTorch draws: what `attention` may do where no `rng` is given and a vendor kernel takes the call.
 
 Such a mask depends on the generator's state and on the kernel, not on a key and coordinates; a call with an `rng` never comes here. It is
-PyTorch's own `scaled_dot_product_attention`, autograd included: cuDNN with dropout runs 2.5 times as fast as our kernel that draws by
-key (H200, BERT-large, forward and backward, 2026-11-29), and keeps seed and offset by itself.
+PyTorch's own `scaled_dot_product_attention`, autograd included, which keeps seed and offset by itself. On a GPU `DRAWS_ITSELF` says
+which forms are left to it; `force(attention="vendor")` leaves it every form that it can run, `force(attention="triton_gpu")` none.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from ops_math import backends, settings
-from ops_math.layout import dense
+from ops_math.dispatch import apply, needs_grad
+from ops_math.layout import copied, dense
 from ops_math.ops.attention import vendor
 from ops_math.ops.attention.problem import AttentionProblem, cost
 from ops_math.spec import Device
@@ -23,6 +25,9 @@ from ops_math.spec import dtype_name as name_of
 from ops_math.stats import counter as counter_for
 
 REASON = "PyTorch draws the mask: no rng was given"
+# Whether PyTorch's kernel is left to draw on a GPU, by (heads wider than 64, causal): where it is faster. tools/gpu/attention_dropout.py
+# times both; all are as measured against our kernels that drew inside their loops (BERT-large, H200, 2026-11-29: cuDNN 2.5 times as fast).
+DRAWS_ITSELF = {(False, False): True, (False, True): True, (True, False): True, (True, True): True}
 
 
 class Form(NamedTuple):
@@ -56,24 +61,47 @@ def _can(problem: AttentionProblem, device: Device) -> int:
 
 
 def can_draw(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, dropout_p: float) -> bool:
-    """Whether PyTorch may draw the mask of this call, when nothing else is asked for: on a CPU, where a keyed mask costs more than the rest
-    of the call; on GPUs with a fused kernel for it, at determinism level 0. Not while tracing, where a recomputation could draw another."""
+    """Whether PyTorch draws the mask of this call, when nothing else is asked for: on a CPU, where a keyed mask costs more than the rest
+    of the call; on GPUs with a fused kernel for it, at determinism level 0, where it is faster or asked for by name. Not while tracing,
+    where a recomputation could draw another."""
     return can_draw_form(_form(q, k), q.device, causal, scale, dropout_p, k.shape[1])
 
 
 def can_draw_form(form: Form, device: torch.device, causal: bool, scale: float, dropout_p: float, k_length: int | None = None) -> bool:
     """`can_draw` before the tensors are there."""
-    if torch.compiler.is_compiling() or dict(settings.policy().forced).get("attention", "vendor") != "vendor":
+    forced = dict(settings.policy().forced).get("attention")
+    if torch.compiler.is_compiling() or forced not in (None, "vendor"):
         return False
     if device.type != "cuda":
         return device.type == "cpu" and not settings.triton_interpret()
     problem = _problem(form, form.length if k_length is None else k_length, causal, scale, dropout_p)
-    return not settings.determinism_level() and _can(problem, backends.device_of(device)) >= 0
+    wanted = forced == "vendor" or DRAWS_ITSELF[form.width > 64, causal]
+    return wanted and not settings.determinism_level() and _can(problem, backends.device_of(device)) >= 0
 
 
 def _form(q: torch.Tensor, k: torch.Tensor) -> Form:
     batch, length, heads, width = q.shape
     return Form(batch, length, heads, k.shape[2], width, q.dtype)
+
+
+class _Parts(torch.autograd.Function):
+    """q, k, v [..., heads, D] of a projection [..., (H + 2 K) D], whose three gradients are joined by a copy that is counted."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: torch.Tensor, sizes: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
+        return qkv.unflatten(-1, (sum(sizes), qkv.shape[-1] // sum(sizes))).split(sizes, -2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return copied(torch.cat(grads, -2).flatten(-2), "gradients of q, k and v", "PyTorch's attention writes them apart"), None
+
+
+def attend_packed(qkv: torch.Tensor, num_heads: int, kv_heads: int, causal: bool, scale: float, dropout_p: float) -> torch.Tensor:
+    """`attend` of one projection [B, S, (H + 2 K) D]."""
+    sizes = (num_heads, kv_heads, kv_heads)
+    parts = apply(_Parts, qkv, sizes) if needs_grad(qkv) else qkv.unflatten(-1, (sum(sizes), -1)).split(sizes, -2)
+    return attend(*parts, causal, scale, dropout_p)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, dropout_p: float) -> torch.Tensor:

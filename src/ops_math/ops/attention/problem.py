@@ -202,6 +202,10 @@ CASES = (
     "key_padding_mask": _padding(d, (40, 25), 40)}),
     _case("dropout, packed", (70, 1, 16), (70, 1, 16), lambda d: {**_CAUSAL, "dropout_p": 0.3, "rng": d.rng(5),
     "cu_seqlens_q": _ends(d, *_ENDS)}),
+    _case("dropout, causal, several tiles, half dropped", (1, 150, 2, 64), (1, 150, 1, 64), lambda d: {**_CAUSAL, "dropout_p": 0.5,
+    "rng": d.rng(6)}),
+    _case("dropout, window, soft cap", (1, 70, 1, 16), (1, 133, 1, 16), lambda d: {"window": (20, 9), "softcap": 4.0, "dropout_p": 0.3,
+    "rng": d.rng(-7).child(3)}),
     _case("log-sum-exp", (1, 40, 2, 16), (1, 40, 2, 16), lambda d: {**_CAUSAL, "return_lse": True}),
     _case("no query", (1, 0, 2, 16), (1, 9, 2, 16)),
     _case("no key", (2, 9, 2, 16), (2, 0, 2, 16)),
@@ -216,5 +220,6 @@ CASES = (
     _qkv("one projection, grouped", (1, 40, 8 * 32), lambda d: {"num_heads": 4, "num_kv_heads": 2, **_CAUSAL}),
     _qkv("one projection, packed documents", (70, 4 * 16), lambda d: {"num_heads": 2, "num_kv_heads": 1, **_CAUSAL,
     "cu_seqlens_q": _ends(d, *_ENDS)}),
+    _qkv("one projection, dropout", (2, 40, 3 * 16), lambda d: {"num_heads": 1, "dropout_p": 0.2, "rng": d.rng(8)}),
     _qkv("one projection, padded", (2, 40, 3 * 16), lambda d: {"num_heads": 1, "key_padding_mask": _padding(d, (40, 25), 40)}),
 )  # fmt: skip

@@ -72,7 +72,7 @@ def _dense(
     if state is not None:
         rows = first_row + torch.arange(B * S, device=q_BSHD.device).view(B, 1, S)
         heads = torch.arange(H, device=q_BSHD.device).view(1, H, 1)
-        p_BHST = p_BHST * random.keep_mask(state, rows, heads, T, dropout_p) / (1 - dropout_p)
+        p_BHST = p_BHST * random.keep_mask(state, rows, heads, T, dropout_p) / (1 - random.honoured(dropout_p))
     return torch.einsum("bhst,bthd->bshd", p_BHST, v_BTHD), (total.log() + top)[..., 0]
 
 

@@ -11,10 +11,11 @@ from ops_math.backends.launch import launch
 from ops_math.layout import copied
 from ops_math.ops.attention.problem import AttentionProblem, cost, gradients
 from ops_math.ops.attention.triton_gpu_bwd import _bwd_dkdv_kernel, _bwd_dq_kernel, _prepare_kernel
+from ops_math.ops.attention.triton_gpu_drop import Bits, bits_view, by_bits, draw_bits
 from ops_math.ops.attention.triton_gpu_fwd import _fwd_kernel
 from ops_math.ops.attention.triton_gpu_masked_bwd import _bwd_dkdv_masked_kernel, _bwd_dq_masked_kernel
 from ops_math.ops.attention.triton_gpu_masked_fwd import _fwd_masked_kernel
-from ops_math.rng import threshold
+from ops_math.rng import honoured, threshold
 from ops_math.spec import ITEM_SIZE, Device, cdiv, next_power_of_2
 
 WIDEST = 256
@@ -136,8 +137,8 @@ def supports(p: AttentionProblem, device: Device, phase: str) -> str | None:
 
 
 def _masked(p: AttentionProblem) -> bool:
-    """Whether the kernels with masks and dropout are needed."""
-    return bool(p.mask or p.key_padding or p.dropout_p)
+    """Whether the kernels that look masks up, or draw inside their loops, are needed."""
+    return bool(p.mask or p.key_padding or (p.dropout_p and not by_bits(p)))
 
 
 def _tiles(p: AttentionProblem, device: Device, kernel: str) -> tuple[Tile, ...]:
@@ -150,6 +151,8 @@ def _tiles(p: AttentionProblem, device: Device, kernel: str) -> tuple[Tile, ...]
         listed = BLACKWELL[kernel, width]
     if kernel == "dkdv" and device.kind == "cuda" and int(device.arch) >= 90:
         listed = tuple(t._replace(vectors=True) for t in listed)
+    if kernel == "dkdv" and width == 64 and p.dropout_p and device.kind == "cuda":  # else ptxas (3.9) spills to fit 2 x 256 threads
+        listed = tuple(t._replace(registers=168) if t.num_warps == 8 and not t.registers else t for t in listed)
     if p.mask:  # whose rows may begin anywhere, so that each value is a load of its own: few a thread first
         listed = tuple(sorted(listed, key=lambda t: t.block_m * t.block_n // t.num_warps))
     fitting = tuple(t for t in listed if _shared_bytes(t, kernel, width, item) <= device.shared_bytes - MARGIN)
@@ -280,16 +283,18 @@ class _Lookup(NamedTuple):
 
 def _lookup(
     p: AttentionProblem, q: torch.Tensor, mask: torch.Tensor | None, keep: torch.Tensor | None, cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None, state: torch.Tensor | None,
+    cu_k: torch.Tensor | None, state: torch.Tensor | None, bits: Bits,
 ) -> _Lookup:  # fmt: skip
     scalars = (p.scale, p.softcap, int(p.bottom_right))
     if not _masked(p):
-        return _Lookup((cu_q, cu_k), (), (*scalars, p.left, p.right))
+        return _Lookup((cu_q, cu_k), (), (*scalars, p.left, p.right, *bits[1:]))
     seen = q if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     kept = q if keep is None else keep.view(torch.uint8)
     strides = (mask.stride() if mask is not None else (0,) * 4) + (keep.stride() if keep is not None else (0,) * 2)
     bounds = (p.left if p.left >= 0 else NO_BOUND, p.right if p.right >= 0 else NO_BOUND)
-    return _Lookup((seen, kept, cu_q, cu_k, state), strides, (*scalars, *bounds, threshold(p.dropout_p), 1.0 / (1.0 - p.dropout_p)))
+    return _Lookup(
+        (seen, kept, cu_q, cu_k, state), strides, (*scalars, *bounds, threshold(p.dropout_p), 1.0 / (1.0 - honoured(p.dropout_p)))
+    )
 
 
 def launch_fwd(
@@ -299,11 +304,12 @@ def launch_fwd(
     q, k, v = _unit(q), _unit(k), _unit(v)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((*q.shape[:-3], p.heads, p.q_len), dtype=torch.float32, device=q.device)
-    tiles, extra = _num_tiles(p, p.q_len, config.block_m), _lookup(p, q, *lookups)
+    bits = draw_bits(p, q, lookups[-1])
+    tiles, extra = _num_tiles(p, p.q_len, config.block_m), _lookup(p, q, *lookups, bits)
     views = _views(p, config.view, config.block_n, k, v)
     launch(
-        _fwd_masked_kernel if _masked(p) else _fwd_kernel, (tiles * p.heads * p.batch,), q, k, v, *views, *extra.pointers, out, lse,
-        tiles, *_sizes(p),
+        _fwd_masked_kernel if _masked(p) else _fwd_kernel, (tiles * p.heads * p.batch,), q, k, v, *views,
+        *_drawn(p, bits, config, views), *extra.pointers, out, lse, tiles, *_sizes(p),
         *_strides(q), *_strides(k), *_strides(v), *extra.strides, *extra.scalars, **_features(p, views), **_shape(config, q.device),
     )  # fmt: skip
     return out, lse
@@ -317,11 +323,12 @@ def launch_bwd(
     q, k, v, dout = _unit(q), _unit(k), _unit(v), _unit(dout)
     results, (dq, dk, dv) = gradients(p, q, k, v)
     delta, offset = torch.empty((2, *lse.shape), dtype=torch.float32, device=q.device)
-    num_rows, width, extra = p.batch * p.q_len * p.heads, _block_d(p), _lookup(p, q, *lookups)
+    bits = draw_bits(p, q, lookups[-1])
+    num_rows, width, extra = p.batch * p.q_len * p.heads, _block_d(p), _lookup(p, q, *lookups, bits)
     block = max(1, 8192 // width)
     launch(
         _prepare_kernel, (cdiv(num_rows, block),), dout, out, lse, delta, offset, num_rows, p.q_len, p.heads, *_strides(dout),
-        WIDTH=p.head_dim, BLOCK_D=width, BLOCK_M=block, num_warps=4,
+        1.0 / bits.raised, WIDTH=p.head_dim, BLOCK_D=width, BLOCK_M=block, num_warps=4,
     )  # fmt: skip
     inputs = (dout, q, k, v, offset, delta)
     strides = (*_strides(dout), *_strides(q), *_strides(k), *_strides(v), *extra.strides)
@@ -331,17 +338,25 @@ def launch_bwd(
         views, vectors = _views(p, config.dkdv.view, config.dkdv.block_m, q, dout), _vectors(p, config.dkdv, offset, delta)
         launch(
             _bwd_dkdv_masked_kernel if _masked(p) else _bwd_dkdv_kernel, (tiles * p.kv_heads * p.batch,), *inputs, *views, *vectors,
-            *extra.pointers, dk, dv, tiles, *_sizes(p), *strides, *_strides(dk), *_strides(dv), *extra.scalars, **_features(p, views),
-            ROWS=vectors[0] is not None, **_shape(config.dkdv, q.device),
+            *_drawn(p, bits, config.dkdv, views), *extra.pointers, dk, dv, tiles, *_sizes(p), *strides, *_strides(dk), *_strides(dv),
+            *extra.scalars, **_features(p, views), ROWS=vectors[0] is not None, **_shape(config.dkdv, q.device),
         )  # fmt: skip
     if p.need_dq:
         tiles = _num_tiles(p, p.q_len, config.dq.block_m)
         views = _views(p, config.dq.view, config.dq.block_n, k, v)
         launch(
-            _bwd_dq_masked_kernel if _masked(p) else _bwd_dq_kernel, (tiles * p.heads * p.batch,), *inputs, *views, *extra.pointers, dq,
-            tiles, *_sizes(p), *strides, *_strides(dq), *extra.scalars, **_features(p, views), **_shape(config.dq, q.device),
+            _bwd_dq_masked_kernel if _masked(p) else _bwd_dq_kernel, (tiles * p.heads * p.batch,), *inputs, *views,
+            *_drawn(p, bits, config.dq, views), *extra.pointers, dq, tiles, *_sizes(p), *strides, *_strides(dq), *extra.scalars,
+            **_features(p, views), **_shape(config.dq, q.device),
         )  # fmt: skip
     return results
+
+
+def _drawn(p: AttentionProblem, bits: Bits, t: Tile, views: tuple[object, ...]) -> tuple[object, ...]:
+    """What the kernels without masks read decisions from: a pointer and a descriptor, or None for each."""
+    if _masked(p):
+        return ()
+    return bits.words, bits_view(bits, t.block_n, t.block_m, None not in views)
 
 
 def _shape(t: Tile, device: torch.device) -> dict[str, int]:

@@ -9,15 +9,20 @@ import triton
 import triton.language as tl
 
 from ops_math.ops._tiles.attention import LOG2E, exponent_offset, tanh_tile, visible_tile
+from ops_math.ops.attention.triton_gpu_drop import keep_keys, keep_queries, load_words
 from ops_math.ops.attention.triton_gpu_fwd import LENGTHS, key_range, load_rows, load_tile, place_document, place_program, steps_of
 
 
 @triton.jit
 def _prepare_kernel(
     dout_ptr, out_ptr, lse_ptr, delta_ptr, offset_ptr, num_rows, q_len, num_heads, dout_stride_b, dout_stride_s, dout_stride_h,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    share, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dout out), and lse as an exponent of two, laid out as lse; rows are numbered as `out` lies: (batch, query, head)."""
+    """delta = share rowsum(dout out), and lse as an exponent of two, laid out as lse.
+
+    Rows are numbered as `out` lies: (batch, query, head). share: the part that dropout keeps. What grows by its inverse does so once, in
+    what the next kernels store.
+    """
     dout_stride_b, dout_stride_s, dout_stride_h = steps_of(dout_stride_b, dout_stride_s, dout_stride_h)
     rows, cols = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     head, query, batch = rows % num_heads, rows // num_heads % q_len, rows // num_heads // q_len
@@ -29,7 +34,7 @@ def _prepare_kernel(
     dout = tl.load(dout_ptr + place[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     lse = tl.load(lse_ptr + row_of, mask=rows < num_rows, other=0.0)
 
-    tl.store(delta_ptr + row_of, tl.sum(out * dout, 1), mask=rows < num_rows)
+    tl.store(delta_ptr + row_of, tl.sum(out * dout, 1) * share, mask=rows < num_rows)
     tl.store(offset_ptr + row_of, exponent_offset(lse), mask=rows < num_rows)
 
 
@@ -70,12 +75,12 @@ def query_range(first, last, shift, q_len, left, right, LEFT: tl.constexpr, RIGH
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _bwd_dkdv_kernel(
-    dout_ptr, q_ptr, k_ptr, v_ptr, offset_ptr, delta_ptr, q_view, dout_view, offset_view, delta_view, cu_q_ptr, cu_k_ptr, dk_ptr,
-    dv_ptr, num_tiles, num_heads,
-    group, q_len, k_len, documents, steps,
+    dout_ptr, q_ptr, k_ptr, v_ptr, offset_ptr, delta_ptr, q_view, dout_view, offset_view, delta_view, bits_ptr,
+    bits_view, cu_q_ptr, cu_k_ptr, dk_ptr, dv_ptr, num_tiles, num_heads, group, q_len, k_len, documents, steps,
     dout_stride_b, dout_stride_s, dout_stride_h, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b,
     v_stride_s, v_stride_h,
-    dk_stride_b, dk_stride_s, dk_stride_h, dv_stride_b, dv_stride_s, dv_stride_h, scale, softcap, align, left, right,
+    dk_stride_b, dk_stride_s, dk_stride_h, dv_stride_b, dv_stride_s, dv_stride_h, scale, softcap, align, left, right, num_words,
+    num_rows, raised,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -134,16 +139,23 @@ def _bwd_dkdv_kernel(
         dout_base, dout_col = dout_row + head * dout_stride_h, (head * dout_stride_h).to(tl.int32)
         dout = load_tile(dout_view, dout_base, view_row, dout_col, start, dout_stride_s, rows, q_len, cols, VIEW, WIDTH, BLOCK_D)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        dropped = p
+        if bits_ptr is not None:
+            words = load_words(bits_view, bits_ptr, batch * num_heads + head, num_words, num_rows, tile * BLOCK_N, start, BLOCK_N, BLOCK_M)
+            keep = keep_queries(words, BLOCK_N)
+            dropped, dp = p * keep, dp * keep
+        dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=PRECISION)
         ds = p * (dp - delta[None, :])
         if SOFTCAP:
             ds = ds * slope
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
 
+    if bits_ptr is not None:
+        dv = dv * raised
     mask = (keys < k_len)[:, None] & (cols < WIDTH)[None, :]
     tl.store(
         dk_ptr + batch * dk_stride_b + kv_head * dk_stride_h + k_rows * dk_stride_s + cols[None, :],
-        (dk * scale).to(dk_ptr.dtype.element_ty),
+        (dk * (scale * raised)).to(dk_ptr.dtype.element_ty),
         mask=mask,
     )
     tl.store(
@@ -155,11 +167,11 @@ def _bwd_dkdv_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _bwd_dq_kernel(
-    dout_ptr, q_ptr, k_ptr, v_ptr, offset_ptr, delta_ptr, k_view, v_view, cu_q_ptr, cu_k_ptr, dq_ptr, num_tiles, num_heads, group, q_len,
-    k_len, documents, steps,
+    dout_ptr, q_ptr, k_ptr, v_ptr, offset_ptr, delta_ptr, k_view, v_view, bits_ptr, bits_view, cu_q_ptr, cu_k_ptr, dq_ptr, num_tiles,
+    num_heads, group, q_len, k_len, documents, steps,
     dout_stride_b, dout_stride_s, dout_stride_h, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b,
     v_stride_s, v_stride_h,
-    dq_stride_b, dq_stride_s, dq_stride_h, scale, softcap, align, left, right,
+    dq_stride_b, dq_stride_s, dq_stride_h, scale, softcap, align, left, right, num_words, num_rows, raised,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -217,6 +229,9 @@ def _bwd_dq_kernel(
             p = tl.where(visible_tile((rows + shift)[:, None], keys[None, :], k_len, left, right, LEFT, RIGHT), p, 0.0)
         v = load_tile(v_view, v_base, view_row, v_col, start, v_stride_s, keys, k_len, cols, VIEW, WIDTH, BLOCK_D)
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+        if bits_ptr is not None:
+            words = load_words(bits_view, bits_ptr, batch * num_heads + head, num_words, num_rows, start, tile * BLOCK_M, BLOCK_N, BLOCK_M)
+            dp = dp * keep_keys(words, BLOCK_N)
         ds = p * (dp - delta[:, None])
         if SOFTCAP:
             ds = ds * slope
@@ -225,6 +240,6 @@ def _bwd_dq_kernel(
     mask = (rows < q_len)[:, None] & (cols < WIDTH)[None, :]
     tl.store(
         dq_ptr + batch * dq_stride_b + head * dq_stride_h + at * dq_stride_s + cols[None, :],
-        (dq * scale).to(dq_ptr.dtype.element_ty),
+        (dq * (scale * raised)).to(dq_ptr.dtype.element_ty),
         mask=mask,
     )

@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 
 from ops_math.ops._tiles.attention import LOG2E, finish_softmax, softmax_step, tanh_tile, visible_tile
+from ops_math.ops.attention.triton_gpu_drop import keep_keys, load_words
 
 # Numbers that vary from call to call: a kernel is not compiled again where one of them is 1 or a multiple of 16.
-LENGTHS = ("num_tiles", "q_len", "k_len", "documents", "steps", "align", "left", "right")
+LENGTHS = ("num_tiles", "q_len", "k_len", "documents", "steps", "align", "left", "right", "num_words")
 
 
 UNIT = tl.constexpr(8)
@@ -107,10 +108,10 @@ def load_tile(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _fwd_kernel(
-    q_ptr, k_ptr, v_ptr, k_view, v_view, cu_q_ptr, cu_k_ptr, out_ptr, lse_ptr, num_tiles, num_heads, group, q_len, k_len, documents,
-    steps,
+    q_ptr, k_ptr, v_ptr, k_view, v_view, bits_ptr, bits_view, cu_q_ptr, cu_k_ptr, out_ptr, lse_ptr, num_tiles, num_heads, group, q_len,
+    k_len, documents, steps,
     q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
-    scale, softcap, align, left, right,
+    scale, softcap, align, left, right, num_words, num_rows, raised,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -154,9 +155,14 @@ def _fwd_kernel(
         if (start < full_low) | (start + BLOCK_N > full_high):
             x = tl.where(visible_tile((rows + shift)[:, None], keys[None, :], k_len, left, right, LEFT, RIGHT), x, float("-inf"))
         e, shrink, top, total = softmax_step(x, factor, top, total)
+        if bits_ptr is not None:
+            words = load_words(bits_view, bits_ptr, batch * num_heads + head, num_words, num_rows, start, tile * BLOCK_M, BLOCK_N, BLOCK_M)
+            e = e * keep_keys(words, BLOCK_N)
         v = load_tile(v_view, v_base, view_row, v_col, start, v_stride_s, keys, k_len, cols, VIEW, WIDTH, BLOCK_D)
         acc = tl.dot(e.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     divisor, lse = finish_softmax(top, total)
+    if bits_ptr is not None:
+        divisor = divisor / raised
 
     at = rows.to(tl.int64) + first_q
     place = (batch * tokens + at)[:, None] * (num_heads * WIDTH) + (head * WIDTH + cols)[None, :]

@@ -6,7 +6,7 @@ import torch
 
 from ops_math.layout import as_rows, row_pieces
 from ops_math.ops.dropout.problem import DropoutProblem
-from ops_math.rng import keep_mask
+from ops_math.rng import honoured, keep_mask
 from ops_math.spec import compute_dtype
 
 PASSES = 10.0  # on the CPU the mask takes ten times as long as moving the data
@@ -21,7 +21,7 @@ def launch_fwd(p: DropoutProblem, config: None, x: torch.Tensor, state: torch.Te
     for s in row_pieces(p.rows, p.cols, x.device, 2**18):
         keep = keep_mask(state, torch.arange(s.start, s.stop, device=x.device), 0, p.cols, p.p)
         wide = x_MN[s].to(dtype)
-        y = torch.mul(wide, 1.0 / (1.0 - p.p), out=y_MN[s] if x.dtype == dtype else torch.empty_like(wide))
+        y = torch.mul(wide, 1.0 / (1.0 - honoured(p.p)), out=y_MN[s] if x.dtype == dtype else torch.empty_like(wide))
         torch.where(keep, y, zero, out=y)
         if x.dtype != dtype:
             y_MN[s] = y

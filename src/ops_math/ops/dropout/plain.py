@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ops_math.rng import Rng, keep_mask
+from ops_math.rng import Rng, honoured, keep_mask
 
 
 def dropout(x: torch.Tensor, p: float, *, rng: Rng | None = None) -> torch.Tensor:
@@ -13,4 +13,4 @@ def dropout(x: torch.Tensor, p: float, *, rng: Rng | None = None) -> torch.Tenso
     if rng is None or p == 0.0:
         return F.dropout(x, p, training=True)
     rows = torch.arange(x.shape[:-1].numel(), device=x.device)
-    return x * keep_mask(rng.state, rows, 0, x.shape[-1], p).view(x.shape) * (1 / (1 - p))
+    return x * keep_mask(rng.state, rows, 0, x.shape[-1], p).view(x.shape) * (1 / (1 - honoured(p)))

@@ -22,7 +22,7 @@ def storage(p: DropoutProblem) -> str:
 
 
 def cost(p: DropoutProblem, phase: str) -> Cost:
-    """The input read once, the result written once; seven rounds of Philox for four elements are integer work."""
+    """The input read once, the result written once; seven rounds of Philox for eight elements are integer work."""
     size = p.rows * p.cols * ITEM_SIZE[p.x]
     names = ("x", "y") if phase == "fwd" else ("dy", "dx")
     return Cost(((names[0], size), ("state", 24)), ((names[1], size),), (("scale", p.rows * p.cols),))

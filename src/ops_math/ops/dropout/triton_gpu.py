@@ -12,7 +12,7 @@ from ops_math.backends.launch import launch
 from ops_math.layout import as_rows
 from ops_math.ops._tiles.philox import keep_tile
 from ops_math.ops.dropout.problem import DropoutProblem
-from ops_math.rng import threshold
+from ops_math.rng import honoured, threshold
 from ops_math.spec import Device, cdiv, next_power_of_2
 
 WIDEST = 4096  # columns of a tile
@@ -36,7 +36,7 @@ def configs(p: DropoutProblem, device: Device, phase: str) -> tuple[Config, ...]
     found = []
     sizes = ((4096, 8), (2048, 4)) if p.cols > 2048 else ((2048, 4), (4096, 8))
     for values, num_warps in (*sizes, (1024, 4), (8192, 16)):
-        block_n = min(max(next_power_of_2(max(p.cols, 1)), 4), min(values, WIDEST))
+        block_n = min(max(next_power_of_2(max(p.cols, 1)), 8), min(values, WIDEST))
         found.append(Config(max(values // block_n, 1), block_n, num_warps))
     return tuple(found)
 
@@ -66,7 +66,7 @@ def launch_fwd(p: DropoutProblem, config: Config, x: torch.Tensor, state: torch.
     x_MN = as_rows(x)
     launch(
         _kernel, (cdiv(p.rows, config.block_m), cdiv(p.cols, config.block_n)), x_MN, state, y,
-        p.rows, p.cols, x_MN.stride(0), threshold(p.p), 1.0 / (1.0 - p.p),
+        p.rows, p.cols, x_MN.stride(0), threshold(p.p), 1.0 / (1.0 - honoured(p.p)),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
     )  # fmt: skip
     return y

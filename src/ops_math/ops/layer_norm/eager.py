@@ -10,7 +10,7 @@ import torch
 from ops_math.dispatch import absent
 from ops_math.layout import as_rows, row_pieces
 from ops_math.ops.layer_norm.problem import LayerNormProblem, total_dtype
-from ops_math.rng import keep_mask
+from ops_math.rng import honoured, keep_mask
 from ops_math.spec import DTYPE_OF, compute_dtype
 
 PASSES = 6.0
@@ -20,7 +20,7 @@ CALLS = 16
 def dropped(p: LayerNormProblem, x: torch.Tensor, state: torch.Tensor, first_row: int, out: torch.Tensor) -> torch.Tensor:
     """Write x / (1 - p) where the mask keeps, 0 elsewhere, for rows from `first_row` on, into `out`, which may be x."""
     keep = keep_mask(state, torch.arange(first_row, first_row + x.shape[0], device=x.device), 0, p.cols, p.dropout_p)
-    torch.mul(x, 1.0 / (1.0 - p.dropout_p), out=out)
+    torch.mul(x, 1.0 / (1.0 - honoured(p.dropout_p)), out=out)
     return torch.where(keep, out, torch.zeros((), dtype=out.dtype, device=out.device), out=out)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ops_math.rng import Rng, keep_mask
+from ops_math.rng import Rng, honoured, keep_mask
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, *, eps: float = 1e-5) -> torch.Tensor:
@@ -31,7 +31,7 @@ def add_layer_norm(
         x = x + x_bias.to(x.dtype)
     if dropout_p and rng is not None:
         rows = torch.arange(x.shape[:-1].numel(), device=x.device)
-        x = x * keep_mask(rng.state, rows, 0, x.shape[-1], dropout_p).view(x.shape) * (1 / (1 - dropout_p))
+        x = x * keep_mask(rng.state, rows, 0, x.shape[-1], dropout_p).view(x.shape) * (1 / (1 - honoured(dropout_p)))
     elif dropout_p:
         x = F.dropout(x, dropout_p)
     total = x + residual

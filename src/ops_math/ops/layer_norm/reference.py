@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ops_math.rng import Rng, keep_mask, state_for
+from ops_math.rng import Rng, honoured, keep_mask, state_for
 
 
 def layer_norm(
@@ -35,7 +35,7 @@ def add_layer_norm(
     if dropout_p:
         rows = torch.arange(x_MN.shape[:-1].numel(), device=x_MN.device)
         keep_MN = keep_mask(state_for("add_layer_norm", rng, x_MN.device), rows, 0, x_MN.shape[-1], dropout_p).view(x_MN.shape)
-        x_MN = torch.where(keep_MN, x_MN / (1 - dropout_p), 0.0)
+        x_MN = torch.where(keep_MN, x_MN / (1 - honoured(dropout_p)), 0.0)
     sum_MN = x_MN + residual_MN
     y_MN = layer_norm(sum_MN, weight_N, bias_N, eps=eps)
     return (y_MN, sum_MN) if narrow_dtype is None else (y_MN, sum_MN, y_MN.clone())

@@ -19,7 +19,7 @@ from ops_math.layout import as_rows
 from ops_math.ops._tiles.philox import keep_tile
 from ops_math.ops._tiles.rows import layer_norm_gradient, merged_moments, moments
 from ops_math.ops.layer_norm.problem import LayerNormProblem, total_dtype
-from ops_math.rng import threshold
+from ops_math.rng import honoured, threshold
 from ops_math.spec import DTYPE_OF, Device, cdiv, next_power_of_2
 
 WIDEST = {"fwd": 16384, "bwd": 8192}  # columns held in registers; the backward holds two to three sums a column besides the row
@@ -55,7 +55,7 @@ def configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ..
     if _is_wide(p, phase):
         return _wide_configs(p, device)
     lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
-    block_n = next_power_of_2(max(p.cols, 4 if p.dropout_p else 1))  # a tile of the mask has four columns at least
+    block_n = next_power_of_2(max(p.cols, 8 if p.dropout_p else 1))  # a tile of the mask has eight columns at least
     # Values a tile, values a thread, stages; the forward starts one program for each tile unless it loads ahead. The backward takes one
     # row where it can: four rows of 1,024 halve its speed (H200: 1,571 against 3,170 GB/s with two), since their sum crosses warps.
     if phase == "fwd":
@@ -374,7 +374,7 @@ def _contiguous(t: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _mask_scalars(p: LayerNormProblem) -> tuple[int, float]:
-    return threshold(p.dropout_p), 1.0 / (1.0 - p.dropout_p)
+    return threshold(p.dropout_p), 1.0 / (1.0 - honoured(p.dropout_p))
 
 
 def launch_fwd(
