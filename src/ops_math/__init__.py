@@ -26,10 +26,11 @@ from ops_math.ops.layer_norm.op import add_layer_norm, layer_norm
 from ops_math.ops.rms_norm.op import add_rms_norm, rms_norm
 from ops_math.ops.rope.op import rope, rope_qkv
 from ops_math.ops.softmax.op import softmax
+from ops_math.repeatable import Determinism, DeterminismWarning, determinism
 from ops_math.rng import Rng
 from ops_math.schedule import calibrate
 from ops_math.settings import active as is_enabled
-from ops_math.settings import checked, determinism, enabled, force, precision
+from ops_math.settings import checked, enabled, force, precision
 from ops_math.stats import reset_stats, stats
 
 __all__ = [
@@ -37,6 +38,8 @@ __all__ = [
     "AdamWTables",
     "ArgumentError",
     "BudgetError",
+    "Determinism",
+    "DeterminismWarning",
     "GraphedStep",
     "Narrowed",
     "Packing",

@@ -64,7 +64,8 @@ class _Phase:
         counter = counter_for(operator.name, self.name, choice_name(choice), choice.reason, choice.rejected, choice.fallback, str(problem))
         if len(self.memo) >= _MEMO_LIMIT:
             self.memo.clear()
-        found = self.memo[key] = (choice.implementation.launcher(self.name), choice.config, counter, cost.bytes)
+        launcher = operator.launcher(choice, self.name)
+        found = self.memo[key] = (launcher, choice.config, counter, cost.bytes)
         return found
 
 
@@ -80,7 +81,9 @@ class Operator:
         self.name = name
         self.package = package
         self.variant = variant
-        self._implementations = tuple(Implementation(name, i, f"{package}.{i}{variant}") for i in implementations)
+        self._implementations = tuple(
+            Implementation(name, i, f"{package}.{i}{variant}", f"{package}.levels{variant}") for i in implementations
+        )
         self.phases: dict[str, _Phase] = {}
         self.fwd: Any = None
         self.bwd: Any = None
@@ -101,9 +104,21 @@ class Operator:
     def choice(self, problem: Any, phase: str, device: Any) -> schedule.Choice:
         """What the scheduler answers for a problem under the policy in force."""
         policy = settings.policy()._replace(determinism=settings.determinism_level())
+        if policy.determinism >= 2:  # the choice must not follow the number of rows
+            problem = self.file("levels").LEVELS.canonical(problem, policy.token_block)
         dtype = self.file("problem").storage(problem)
         record = schedule.record_for(device)
         return schedule.choose(self._implementations, problem, self.cost(problem, phase), dtype, phase, device, policy, record)
+
+    def launcher(self, choice: schedule.Choice, phase: str) -> Callable[..., Any]:
+        """What runs a choice: from level 2 on, piece by piece where the promise needs it."""
+        launcher = choice.implementation.launcher(phase)
+        if settings.determinism_level() < 2:
+            return launcher
+        whole: Callable[..., Any] = self.file("levels").LEVELS.launcher(
+            choice.implementation.name, phase, launcher, settings.policy().token_block
+        )
+        return whole
 
     def forget(self) -> None:
         """Drop remembered choices (after an implementation was replaced)."""
