@@ -107,7 +107,8 @@ def _laid(t: torch.Tensor) -> torch.Tensor:
 
 
 def _opened(cut: Cut, problem: Any, tensors: tuple[torch.Tensor | None, ...]) -> _Call:
-    rows, made = problem.rows, []
+    rows = problem.rows
+    made: list[torch.Tensor | None] = []
     wide = {name: "fp32" for name in cut.sums if getattr(problem, name) in ("bf16", "fp16")}
     for letter, t in zip(cut.given, tensors, strict=True):
         if t is None:
