@@ -23,6 +23,7 @@ from ops_math.ops.dropout.op import dropout
 from ops_math.ops.glu.op import geglu, geglu_packed, swiglu, swiglu_packed
 from ops_math.ops.glu.op_gelu import gelu
 from ops_math.ops.layer_norm.op import add_layer_norm, layer_norm
+from ops_math.ops.linear.op import linear
 from ops_math.ops.rms_norm.op import add_rms_norm, rms_norm
 from ops_math.ops.rope.op import rope, rope_qkv
 from ops_math.ops.softmax.op import softmax
@@ -69,6 +70,7 @@ __all__ = [
     "is_enabled",
     "layer_norm",
     "layout",
+    "linear",
     "linear_cross_entropy",
     "pack_weights",
     "part_of",
