@@ -88,9 +88,9 @@ def _product_apart(a_MK: torch.Tensor, b_NK: torch.Tensor, parts: int) -> torch.
     length = inputs // parts
     tiles = []
     for first in range(0, outputs, TILE):
-        tile = b_NK.new_zeros((TILE, inputs))
-        tile[: min(TILE, outputs - first)] = b_NK[first : first + TILE]
-        tiles.append([_own(piece) for piece in tile.split(length, 1)] if length else [tile])
+        filled = b_NK.new_zeros((TILE, inputs))
+        filled[: min(TILE, outputs - first)] = b_NK[first : first + TILE]
+        tiles.append([_own(piece) for piece in filled.split(length, 1)] if length else [filled])
     y_MN = a_MK.new_empty((rows, outputs))
     for m in range(rows):
         pieces = [_own(piece) for piece in a_MK[m].split(length)] if length else [a_MK[m]]

@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 
 from ops_math.backends.launch import launch
-from ops_math.layout import as_rows
+from ops_math.layout import as_rows, copied
 from ops_math.ops.linear.problem import LinearProblem
 from ops_math.spec import DTYPE_OF, Device, cdiv, compute_dtype
 
+MOST = 2**24  # elements of a stride: a tile's places are counted in 32 bits
 GROUP = 8  # tiles of rows that are walked together, so that they find each other's columns in the L2 cache
 TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
 
@@ -33,20 +34,19 @@ class Config(NamedTuple):
 
 
 def supports(p: LinearProblem, device: Device, phase: str) -> str | None:
-    """fp64 has no kernel; everything else does."""
-    return "has no fp64 kernel" if "fp64" in (p.x, p.weight, p.bias, p.store, p.out) else None
+    """fp64 has no kernel, and a tile's places are counted in 32 bits."""
+    if "fp64" in (p.x, p.weight, p.bias, p.store, p.out):
+        return "has no fp64 kernel"
+    return "takes fewer than 2^24 inputs and outputs" if max(p.inputs, p.outputs) >= MOST else None
 
 
 def configs(p: LinearProblem, device: Device, phase: str) -> tuple[Config, ...]:
     """One: it must not follow the sizes."""
     if device.kind == "interpreter":
         return (Config(32, 32, 32, 4, 1),)
-    wide = "fp32" in (p.store, p.x, p.weight)
     if p.store == "fp32":
-        return (Config(64, 64, 32, 4, 1 if device.kind == "hip" else 2),)
-    if device.kind == "hip":
-        return (Config(128, 128, 32, 8, 1),)
-    return (Config(128, 128, 32 if wide else 64, 8, 3),)
+        return (Config(64, 64, 16, 4, 1),)  # a second stage spills on sm_90
+    return (Config(128, 128, 32, 8, 1 if device.kind == "hip" else 3),)  # twice as deep it spills where strides are odd
 
 
 def invariant_configs(p: LinearProblem, device: Device, phase: str) -> tuple[Config, ...]:
@@ -71,28 +71,31 @@ def _product_kernel(
     group = tl.program_id(0) // (GROUP_M * tiles_n)
     height = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
     inside = tl.program_id(0) % (GROUP_M * tiles_n)
-    rows = (group * GROUP_M + inside % height).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = (inside // height).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_m, first_n = (group * GROUP_M + inside % height) * BLOCK_M, (inside // height) * BLOCK_N
+    rows, cols, depth = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     first = tl.program_id(1) * part_k
     last = tl.minimum(first + part_k, num_k)
+    # Within a tile places are counted in 32 bits: an address for each element would take the registers of the sums.
+    a_ptr += first_m.to(tl.int64) * a_stride_m
+    b_ptr += first_n.to(tl.int64) * b_stride_n
+    a_places = rows[:, None] * a_stride_m + depth[None, :] * a_stride_k
+    b_places = depth[:, None] * b_stride_k + cols[None, :] * b_stride_n
+    a_rows, b_cols = (rows < num_m - first_m)[:, None], (cols < num_n - first_n)[None, :]
 
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(first, last, BLOCK_K):
-        depth = start + tl.arange(0, BLOCK_K).to(tl.int64)
-        a_mask = (rows < num_m)[:, None] & (depth < last)[None, :]
-        b_mask = (depth < last)[:, None] & (cols < num_n)[None, :]
-        a = tl.load(a_ptr + rows[:, None] * a_stride_m + depth[None, :] * a_stride_k, mask=a_mask, other=0.0).to(DTYPE)
-        b = tl.load(b_ptr + depth[:, None] * b_stride_k + cols[None, :] * b_stride_n, mask=b_mask, other=0.0).to(DTYPE)
+        here = tl.cast(start, tl.int64)
+        a = tl.load(a_ptr + here * a_stride_k + a_places, mask=a_rows & (depth < last - start)[None, :], other=0.0).to(DTYPE)
+        b = tl.load(b_ptr + here * b_stride_k + b_places, mask=(depth < last - start)[:, None] & b_cols, other=0.0).to(DTYPE)
         total = tl.dot(a, b, total, input_precision=PRECISION)
 
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + cols, mask=cols < num_n, other=0.0).to(tl.float32)[None, :]
-    c_ptr += tl.program_id(1).to(tl.int64) * num_m * num_n
-    offsets = rows[:, None] * num_n + cols[None, :]
-    mask = (rows < num_m)[:, None] & (cols < num_n)[None, :]
+        total += tl.load(bias_ptr + first_n + cols, mask=cols < num_n - first_n, other=0.0).to(tl.float32)[None, :]
+    c_ptr += (tl.program_id(1).to(tl.int64) * num_m + first_m) * num_n + first_n
+    c_places, mask = rows[:, None] * num_n + cols[None, :], a_rows & b_cols
     if ADD:
-        total += tl.load(c_ptr + offsets, mask=mask, other=0.0)
-    tl.store(c_ptr + offsets, total.to(c_ptr.dtype.element_ty), mask=mask)
+        total += tl.load(c_ptr + c_places, mask=mask, other=0.0)
+    tl.store(c_ptr + c_places, total.to(c_ptr.dtype.element_ty), mask=mask)
 
 
 def _multiply(
@@ -101,6 +104,7 @@ def _multiply(
 ) -> None:  # fmt: skip
     """c = a b + bias, or the parts of it; with `add` it is added to c. Any strides but for c, which is dense."""
     (num_m, num_k), num_n = a.shape, b.shape[1]
+    a, b = (t if max(t.stride()) < MOST else copied(t.contiguous(), "an operand of linear", "its strides are beyond 2^24") for t in (a, b))
     grid = (cdiv(num_m, config.block_m) * cdiv(num_n, config.block_n), parts)
     launch(
         _product_kernel, grid if num_m and num_n else (0,), a, b, bias, c, num_m, num_n, num_k, num_k // parts, *a.stride(), *b.stride(),
