@@ -10,7 +10,6 @@ import ops_math as om
 from ops_nn.modules import Attention, RMSNorm, RotaryEmbedding, SwiGLU
 from tests.determinism.calls import differing
 
-
 WIDTH = 72
 
 
@@ -86,7 +85,9 @@ def test_a_layer_at_level_two_has_the_values_of_level_zero(model):
             assert torch.linalg.vector_norm(s - t) <= 1e-5 * torch.linalg.vector_norm(s)
 
 
-def test_without_the_level_a_layer_does_see_it_so_the_tests_can_fail(model):
+def test_without_the_level_a_layer_does_see_it_so_the_tests_can_fail():
+    torch.manual_seed(0)
+    model = Llama()
     x, dy = torch.randn(6, 11, WIDTH), torch.randn(6, 11, WIDTH)
     whole, _ = run(model, x, dy)
     parts = [run(model, a, b)[0] for a, b in zip(x.split(1), dy.split(1), strict=True)]

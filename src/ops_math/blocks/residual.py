@@ -352,7 +352,7 @@ def residual_attention(
         Of the shape of `x`; with `next_norm` the pair; with `defer` an `Unsummed`; with `narrow` perhaps a `Narrowed`.
 
     Precision: as the operators; the residual sum has the wider dtype of `x` and the branch.
-    Determinism: as `attention`.
+    Determinism: level 2, where its products are `linear`; with dropout as `attention`.
     Raises: ArgumentError for a pair with a norm, options that exclude each other, a BERT module with another norm.
     Source: Vaswani et al., 2017; Xiong et al., On Layer Normalization in the Transformer Architecture, 2020.
     """
@@ -390,7 +390,7 @@ def residual_mlp(
         As `residual_attention`.
 
     Precision: as the operators. The activation is not kept for the backward; it is computed again there.
-    Determinism: level 1.
+    Determinism: level 2, where its products are `linear`.
     Raises: as `residual_attention`.
     Source: as `residual_attention`; Shazeer, GLU Variants Improve Transformer, 2020.
     """
@@ -409,7 +409,7 @@ def residual_norm(x: Input, norm: Any) -> torch.Tensor:
         [..., C].
 
     Precision: as `rms_norm` and `layer_norm`.
-    Determinism: level 1.
+    Determinism: as `rms_norm` and `layer_norm`.
     Raises: ArgumentError for a pair (x, norm(x)) with a norm.
     Source: as `residual_attention`.
     """

@@ -67,7 +67,6 @@ def _rope_packed(s: Sizes) -> tuple[Any, ...]:
 
 # What `--shape` names for each function, and the arguments that it makes of it; keyword arguments come last, as a dictionary.
 CALLS: dict[str, tuple[str, Maker]] = {
-    "linear": ("ROWSxINPUTSxOUTPUTS", lambda s: (s.tensor(s.n[0], s.n[1]), s.tensor(s.n[2], s.n[1]))),
     "rms_norm": ("ROWSxCOLS", lambda s: (s.tensor(*s.n), s.tensor(s.n[1]))),
     "add_rms_norm": ("ROWSxCOLS", lambda s: (s.tensor(*s.n), s.tensor(*s.n), s.tensor(s.n[1]))),
     "layer_norm": ("ROWSxCOLS", lambda s: (s.tensor(*s.n), s.tensor(s.n[1]), s.tensor(s.n[1]))),
@@ -84,6 +83,7 @@ CALLS: dict[str, tuple[str, Maker]] = {
     "attention_qkv": ("BATCHxSEQxHEADSxKV_HEADSxWIDTH", _packed),
     "rope": ("BATCHxSEQxHEADSxKV_HEADSxWIDTH", _rope),
     "rope_qkv": ("BATCHxSEQxHEADSxKV_HEADSxWIDTH", _rope_packed),
+    "linear": ("ROWSxINPUTSxOUTPUTS", lambda s: (s.tensor(s.n[0], s.n[1]), s.tensor(s.n[2], s.n[1]))),
     "dropout": ("ROWSxCOLS", lambda s: (s.tensor(*s.n), 0.1)),
 }
 
