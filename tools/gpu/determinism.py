@@ -4,7 +4,7 @@
 
 Level 1: every call over and over while another stream keeps the device busy; bits are compared on the device. Level 2: batches cut in many
 ways, among them pieces of 1, 15, 16 and 17 rows, for which Triton compiles kernels of their own; token blocks; documents in other company.
-Level 3: heads and shards of weights on 1, 2 and 4 ranks, one after the other. Then the price: level 2 against level 0, interleaved. One line
+Level 3: heads and shards of weights on 1, 2 and 4 ranks, one after the other. Then the price, levels 0, 1 and 2 interleaved. One line
 of JSON each; a line with `"kept": false` is a broken promise.
 """
 
