@@ -35,9 +35,8 @@ def whole_and_pieces(level: int) -> tuple[bool, bool]:
 
 for level in (1, 2):
     outputs, gradients = whole_and_pieces(level)
-    print(
-        f"level {level}: outputs {'the same' if outputs else 'other'} bits, gradients of parameters {'the same' if gradients else 'other'} bits"
-    )
+    words = ["the same" if same else "other" for same in (outputs, gradients)]
+    print(f"level {level}: outputs have {words[0]} bits in pieces, gradients of parameters {words[1]} bits")
 assert (outputs, gradients) == (True, True)
 
 masks: list[torch.Tensor] = []

@@ -144,6 +144,16 @@ class Implementation:
         found: Offer = importlib.import_module(self.levels_name).LEVELS.offer(problem, self.name, config, phase)
         return found
 
+    def signature(self, problem: Any, config: Any, phase: str) -> str | None:
+        """What decides the order of its sums: its module's own word, else that of the operator's levels; None where neither says."""
+        own = self.optional("signature", None)
+        if own is not None:
+            return str(own(problem, config, phase))
+        if not self.levels_name:
+            return None
+        found: str | None = importlib.import_module(self.levels_name).LEVELS.signature(problem, self.name, config, phase)
+        return found
+
     def launcher(self, phase: str) -> Callable[..., Any]:
         """`launch_fwd` or `launch_bwd`."""
         return self.replaced.get(phase) or getattr(self.module, "launch_" + phase)

@@ -21,6 +21,10 @@ from typing import Any
 import torch
 
 import ops_math as om
+from ops_math import backends, catalog
+from ops_math.schedule.accuracy import as_results
+from ops_math.testing import Draw, run
+from ops_math.testing.capture import watch
 from tests.determinism.calls import SAMPLES, Sample, differing, drawn, heads, in_pieces, joined, normal, outcome, params, rows
 
 CUTS = ([1] * 33, [33], [1, 32], [16, 17], [15, 2, 16])
@@ -131,7 +135,7 @@ def company(dtype: torch.dtype) -> bool:
     g = torch.Generator().manual_seed(2)
     tensors = [normal(g, sum(lengths), h, 64).to(DEVICE, dtype) for h in (8, 2, 2)]
 
-    def run(chosen: list[int]) -> dict[int, list[torch.Tensor]]:
+    def packed(chosen: list[int]) -> dict[int, list[torch.Tensor]]:
         sizes = [lengths[i] for i in chosen]
         ends = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
         leaves = [torch.cat([t.split(lengths)[i] for i in chosen]).requires_grad_() for t in tensors]
@@ -140,8 +144,8 @@ def company(dtype: torch.dtype) -> bool:
         return {i: [t.split(sizes)[n] for t in (out.detach(), *(leaf.grad for leaf in leaves))] for n, i in enumerate(chosen)}
 
     with om.determinism(2):
-        together = run([0, 1, 2, 3, 4])
-        fine = all(not differing(found, together[i]) for chosen in ([1], [3, 1], [4, 0, 2], [2]) for i, found in run(chosen).items())
+        together = packed([0, 1, 2, 3, 4])
+        fine = all(not differing(found, together[i]) for chosen in ([1], [3, 1], [4, 0, 2], [2]) for i, found in packed(chosen).items())
     say(level=2, call="attention of packed documents", dtype=str(dtype), kept=fine)
     return fine
 
@@ -176,6 +180,32 @@ def level_three(dtype: torch.dtype) -> bool:
     for name, kept in fine.items():
         say(level=3, call=name, dtype=str(dtype), kept=kept)
     return all(fine.values())
+
+
+def signatures() -> bool:
+    """Every configuration of one signature gives the same bits: level 1 lets a calibration exchange them."""
+    fine = True
+    for name, operator in catalog.operators().items():
+        kernels = next(i for i in operator.implementations() if i.name == "triton_gpu")
+        for case in operator.file("problem").CASES[:4]:
+            seen = watch(lambda: run(operator.public[case.fn], case.make(Draw(1, "bf16", DEVICE)), case.frozen))  # noqa: B023
+            for call in (c for c in seen.calls if c.operator == name):
+                phase = operator.phases[call.phase]
+                problem, device = phase.problem_of(*call.args), backends.device_of(torch.device(DEVICE))
+                if kernels.optional("supports", lambda *_: None)(problem, device, call.phase):
+                    continue
+                by_order: dict[str, list[torch.Tensor]] = {}
+                for config in kernels.module.configs(problem, device, call.phase):
+                    order = kernels.signature(problem, config, call.phase)
+                    if order is None or call.phase == "inplace":
+                        continue
+                    made = as_results(kernels.launcher(call.phase)(problem, config, *call.args[: phase.num_tensors]), call.args)
+                    first = by_order.setdefault(order, list(made))
+                    if differing(first, list(made)):
+                        fine = False
+                        say(signature=order, call=name, case=case.name, phase=call.phase, config=str(config), kept=False)
+    say(signatures="configurations that may be exchanged", kept=fine)
+    return fine
 
 
 def clocked(call: Callable[[], Any]) -> float:
@@ -226,6 +256,7 @@ def main() -> None:
     samples = (*SAMPLES, *AS_MODELS) if DEVICE == "cuda" else SAMPLES
     dtypes = (torch.bfloat16, torch.float32) if DEVICE == "cuda" else (torch.float32,)
     fine = [level_two(sample, dtype) for sample in samples for dtype in dtypes]
+    fine += [signatures()] if DEVICE == "cuda" else []
     fine += [company(dtype) for dtype in dtypes] + [level_three(dtype) for dtype in dtypes]
     for sample in AS_MODELS if DEVICE == "cuda" else SAMPLES[:2]:
         few = 1024 if "128256" in sample.name else 8192

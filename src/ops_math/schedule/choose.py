@@ -86,10 +86,10 @@ def predict_us(candidate: Implementation, problem: Any, cost: Cost, device: Devi
 def order_of_sums(candidate: Implementation, problem: Any, config: Any, phase: str) -> str:
     """What may be exchanged for what at determinism level 1: candidates of one signature give the same bits.
 
-    A module states it as `signature(problem, config, phase) -> str`; without that a configuration is like itself alone.
+    A module, or the levels of its operator, state it; without that a configuration is like itself alone.
     """
-    own = candidate.optional("signature", None)
-    return str(own(problem, config, phase)) if own else label(candidate.name, config)
+    own = candidate.signature(problem, config, phase)
+    return label(candidate.name, config) if own is None else own
 
 
 def sort_candidates(

@@ -44,7 +44,8 @@ class Levels(NamedTuple):
 
     `offers` gives the level of each implementation with the reason why not more, or is a function of problem, implementation,
     configuration and phase. `pieces` is how many rows an implementation may take in one call, where that is limited. `whole` are fields
-    that the choice must not depend on, with what it is made for instead (None: a token block).
+    that the choice must not depend on, with what it is made for instead (None: a token block). `orders` names, by implementation and phase,
+    the fields of a configuration that decide the order of sums; configurations that agree in them may be exchanged at level 1.
     """
 
     offers: Mapping[str, Offer] | Callable[[Any, str, Any, str], Offer]
@@ -52,12 +53,20 @@ class Levels(NamedTuple):
     cuts: Mapping[str, Cut] = {}
     pieces: Mapping[str, int] = {}
     whole: Mapping[str, int | None] = {"rows": None}
+    orders: Mapping[tuple[str, str], tuple[str, ...]] = {}
 
     def offer(self, problem: Any, implementation: str, config: Any, phase: str) -> Offer:
         """The level that an implementation offers for a problem."""
         if callable(self.offers):
             return self.offers(problem, implementation, config, phase)
         return self.offers.get(implementation, Offer(1, NO_STATEMENT))
+
+    def signature(self, problem: Any, implementation: str, config: Any, phase: str) -> str | None:
+        """What decides the order of sums of a configuration, None where that is not stated."""
+        fields = self.orders.get((implementation, phase))
+        if fields is None or config is None:
+            return None
+        return " ".join([implementation, *(f"{name}={getattr(config, name)}" for name in fields)])
 
     def canonical(self, problem: Any, token_block: int) -> Any:
         """The problem without what the choice must not depend on."""

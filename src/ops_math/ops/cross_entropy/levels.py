@@ -23,4 +23,5 @@ LEVELS = Levels(
     "2: a divisor that does not follow the batch; the loss is summed token block by token block; on a CPU a call a row",
     {"fwd": Cut("mv..", "lv1"), "bwd": Cut("lmv.v.", "m")},
     A_ROW,
+    orders={("triton_gpu", "bwd"): ()},
 )

@@ -11,4 +11,5 @@ LEVELS = Levels(
     "2: none on a GPU; on a CPU a call a row",
     {"fwd": Cut("mm", "mm"), "bwd": Cut("mmmm", "mmm")},
     A_ROW,
+    orders={("triton_gpu", "fwd"): (), ("triton_gpu", "bwd"): ()},
 )

@@ -11,4 +11,5 @@ LEVELS = Levels(
     "2: with a bias the backward runs token block by token block; on a CPU a call a row",
     {"fwd": Cut("m.", "m"), "bwd": Cut("mmw", "m+m", ("bias",))},
     A_ROW,
+    orders={("triton_gpu", "fwd"): ()},
 )

@@ -10,4 +10,5 @@ LEVELS = Levels(
     "2: the backward runs token block by token block; on a CPU a call a row",
     {"fwd": Cut("mm...s", "mmvvm"), "bwd": Cut("mmmmwvvs", "mm+++", ("weight", "bias", "x_bias"))},
     A_ROW,
+    orders={("triton_gpu", "fwd"): ("block_m", "block_n", "num_warps")},
 )

@@ -16,4 +16,9 @@ def offers(p: RopeProblem, implementation: str, config: Any, phase: str) -> Offe
     return Offer(3) if implementation != "eager" or config == "apart" else Offer(1, CONTRACTED)
 
 
-LEVELS = Levels(offers, "2: none on a GPU; on a CPU two more passes", whole={"batch": 1, "seq": None})
+LEVELS = Levels(
+    offers,
+    "2: none on a GPU; on a CPU two more passes",
+    whole={"batch": 1, "seq": None},
+    orders={("triton_gpu", phase): () for phase in ("fwd", "bwd", "inplace")},
+)
