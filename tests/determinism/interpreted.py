@@ -6,6 +6,7 @@ Prints a JSON object: for each call what ran, and which results differ. What a c
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import torch
@@ -46,4 +47,4 @@ if __name__ == "__main__":
     om.force(**{name: "triton_gpu" for name in catalog.operators() if name != "linear_cross_entropy"})
     with om.determinism(2, token_block=BLOCK):
         found = {sample.name: tried(sample) for sample in SAMPLES}
-    print(json.dumps({"calls": found, "ranks": ranks()}))
+    sys.stdout.write(json.dumps({"calls": found, "ranks": ranks()}) + "\n")

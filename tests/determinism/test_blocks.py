@@ -98,3 +98,16 @@ def test_a_block_refuses_level_three_and_says_why(model):
     words = r"^a block at determinism level 3: it does not know the tensor-parallel degree"
     with om.determinism(3), pytest.raises(om.UnsupportedError, match=words):
         model(torch.randn(1, 4, WIDTH))
+
+
+def test_compiled_a_layer_at_level_two_gives_the_bits_of_eager(model):
+    x, dy = torch.randn(3, 7, WIDTH), torch.randn(3, 7, WIDTH)
+    with om.determinism(2):
+        eager = run(model, x, dy)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = compiled(leaf)
+        y.backward(dy)
+    assert differing(eager[0], [y.detach(), leaf.grad]) == []
+    assert differing(eager[1], [p.grad for p in model.parameters() if p.grad is not None]) == []

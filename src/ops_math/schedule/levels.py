@@ -183,6 +183,11 @@ def run_cut(
     rows = problem.rows
     call = _opened(cut, problem, tensors)
     shape = next(t.shape[:-1] for letter, t in zip(cut.given, tensors, strict=True) if letter == "m" and t is not None)
+    if rows <= min(piece, token_block):
+        found = launcher(*_at(call, config, 0, rows))
+        single = isinstance(found, torch.Tensor)
+        whole = [_whole(problem, letter, t, rows) for letter, t in zip(cut.made, (found,) if single else found, strict=True)]
+        return _finished(cut, problem, whole, shape, single)
     results: list[Any] = []
     single = False
     for start, stop, fresh in _pieces(rows, token_block, piece):
@@ -196,9 +201,21 @@ def run_cut(
                 result.add(t, fresh)
             elif not isinstance(result, _Kept):
                 result[start:stop] = t.reshape(stop - start, *result.shape[1:])
+    return _finished(cut, problem, results, shape, single)
+
+
+def _finished(cut: Cut, problem: Any, results: list[Any], shape: tuple[int, ...], single: bool) -> Any:
     fields = iter(cut.sums)
     made = tuple(_finish(problem, letter, r, shape, fields) for letter, r in zip(cut.made, results, strict=True))
     return made[0] if single else made
+
+
+def _whole(problem: Any, letter: str, t: torch.Tensor, rows: int) -> Any:
+    """A result of one call on all rows, as the results of pieces are kept."""
+    found = _start(problem, letter, t, rows, rows, empty=False)
+    if isinstance(found, _Sum):
+        found.add(t, True)
+    return found
 
 
 def _at(call: _Call, config: Any, start: int, stop: int) -> tuple[Any, ...]:
@@ -206,15 +223,15 @@ def _at(call: _Call, config: Any, start: int, stop: int) -> tuple[Any, ...]:
     return problem, config, *parts
 
 
-def _start(problem: Any, letter: str, first: torch.Tensor, count: int, rows: int) -> Any:
-    """Where the pieces of a result go."""
+def _start(problem: Any, letter: str, first: torch.Tensor, count: int, rows: int, empty: bool = True) -> Any:
+    """Where the pieces of a result go: a tensor of all rows, or, where there is one piece, that."""
     if letter == "1" or (first.numel() == 0 and first.dim() == 1):
         return _Kept(first)
     if letter == "+" or (letter == "l" and problem.reduction != "none"):
         return _Sum()
     width = first.numel() // count
     tail = (first.shape[-1],) if letter == "m" else () if width == 1 and first.dim() <= 1 else (width,)
-    return first.new_empty((rows, *tail))
+    return first.new_empty((rows, *tail)) if empty else first.reshape(rows, *tail)
 
 
 def _finish(problem: Any, letter: str, result: Any, shape: tuple[int, ...], fields: Iterator[str]) -> Any:
