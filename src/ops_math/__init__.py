@@ -23,14 +23,16 @@ from ops_math.ops.dropout.op import dropout
 from ops_math.ops.glu.op import geglu, geglu_packed, swiglu, swiglu_packed
 from ops_math.ops.glu.op_gelu import gelu
 from ops_math.ops.layer_norm.op import add_layer_norm, layer_norm
+from ops_math.ops.linear.op import linear
 from ops_math.ops.rms_norm.op import add_rms_norm, rms_norm
 from ops_math.ops.rope.op import rope, rope_qkv
 from ops_math.ops.softmax.op import softmax
 from ops_math.recompute import recompute_norms
+from ops_math.repeatable import Determinism, DeterminismWarning, determinism
 from ops_math.rng import Rng
 from ops_math.schedule import calibrate
 from ops_math.settings import active as is_enabled
-from ops_math.settings import checked, determinism, enabled, force, precision
+from ops_math.settings import checked, enabled, force, precision
 from ops_math.stats import reset_stats, stats
 
 __all__ = [
@@ -38,6 +40,8 @@ __all__ = [
     "AdamWTables",
     "ArgumentError",
     "BudgetError",
+    "Determinism",
+    "DeterminismWarning",
     "GraphedStep",
     "Narrowed",
     "Packing",
@@ -67,6 +71,7 @@ __all__ = [
     "is_enabled",
     "layer_norm",
     "layout",
+    "linear",
     "linear_cross_entropy",
     "pack_weights",
     "part_of",

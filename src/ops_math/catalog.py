@@ -20,6 +20,7 @@ CATALOG: tuple[tuple[str, str], ...] = (
     ("rope", "ops_math.ops.rope.op"),
     ("glu", "ops_math.ops.glu.op"),
     ("gelu", "ops_math.ops.glu.op_gelu"),
+    ("linear", "ops_math.ops.linear.op"),
 )
 
 

@@ -141,7 +141,7 @@ class _Phase:
         choice = operator.choice(problem, self.name, backends.device_of(device))
         cost = operator.cost(problem, self.name)
         counter = counter_for(operator.name, self.name, choice_name(choice), choice.reason, choice.rejected, choice.fallback, str(problem))
-        found = choice.implementation.launcher(self.name), choice.config, counter, cost.bytes
+        found = operator.launcher(choice, self.name), choice.config, counter, cost.bytes
         self.keep(key, found)
         return found
 
@@ -192,7 +192,9 @@ class Operator:
         self.name = name
         self.package = package
         self.variant = variant
-        self._implementations = tuple(Implementation(name, i, f"{package}.{i}{variant}") for i in implementations)
+        self._implementations = tuple(
+            Implementation(name, i, f"{package}.{i}{variant}", f"{package}.levels{variant}") for i in implementations
+        )
         self.phases: dict[str, _Phase] = {}
         self.fwd: Any = None
         self.bwd: Any = None
@@ -213,9 +215,21 @@ class Operator:
     def choice(self, problem: Any, phase: str, device: Any) -> schedule.Choice:
         """What the scheduler answers for a problem under the policy in force."""
         policy = settings.policy()._replace(determinism=settings.determinism_level())
+        if policy.determinism >= 2:  # the choice must not follow the number of rows
+            problem = self.file("levels").LEVELS.canonical(problem, policy.token_block)
         dtype = self.file("problem").storage(problem)
         record = schedule.record_for(device)
         return schedule.choose(self._implementations, problem, self.cost(problem, phase), dtype, phase, device, policy, record)
+
+    def launcher(self, choice: schedule.Choice, phase: str) -> Callable[..., Any]:
+        """What runs a choice: from level 2 on, piece by piece where the promise needs it."""
+        launcher = choice.implementation.launcher(phase)
+        if settings.determinism_level() < 2:
+            return launcher
+        whole: Callable[..., Any] = self.file("levels").LEVELS.launcher(
+            choice.implementation.name, phase, launcher, settings.policy().token_block
+        )
+        return whole
 
     def forget(self) -> None:
         """Drop remembered choices (after an implementation was replaced)."""

@@ -7,7 +7,7 @@ variables, which are read at the first use, never at import:
 |---|---|---|
 | OPS_MATH_ENABLED | 1, 0 | 0 puts everything back to plain PyTorch |
 | OPS_MATH_PRECISION | default, ieee, tf32 | how fp32 matrix products in our own kernels multiply |
-| OPS_MATH_DETERMINISM | 0, 1 | least determinism level |
+| OPS_MATH_DETERMINISM | 0, 1, 2, 3 | least determinism level of our operators |
 | OPS_MATH_CHECKED | 1, 0 | 1 looks at values too (targets, cu_seqlens): synchronises, names the position |
 | OPS_MATH_FORCE | op=impl,op=impl | use this implementation, whatever the scheduler thinks |
 | OPS_MATH_CACHE | folder | where tokenizers and measurements are kept |
@@ -25,7 +25,8 @@ import torch
 from ops_math import checks
 
 PRECISIONS = ("default", "ieee", "tf32")
-DETERMINISM_LEVELS = (0, 1)
+DETERMINISM_LEVELS = (0, 1, 2, 3)
+TOKEN_BLOCK = 4096  # rows: what a micro-batch often has
 
 
 class Policy(NamedTuple):
@@ -34,6 +35,7 @@ class Policy(NamedTuple):
     precision: str
     determinism: int
     forced: tuple[tuple[str, str], ...]
+    token_block: int = TOKEN_BLOCK
 
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {}  # of each operator, entered where it is defined
@@ -50,6 +52,16 @@ class _State:
 
 
 STATE = _State()
+
+
+def set_environment(name: str, value: str | None) -> str | None:
+    """Set an environment variable of another library, or unset it; returns what it was."""
+    before = os.environ.get(name)
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+    return before
 
 
 def environment(names: Iterable[str]) -> dict[str, str]:
@@ -151,10 +163,11 @@ def precision(mode: str) -> _Switch:
     return _Switch("policy", policy()._replace(precision=mode))
 
 
-def determinism(level: int) -> _Switch:
-    """The least determinism level: 0 none, 1 the same bits on every run on one device."""
+def determinism(level: int, token_block: int = TOKEN_BLOCK) -> _Switch:
+    """The least determinism level of our operators alone; `ops_math.determinism` sets PyTorch as well."""
     checks.one_of("determinism", "level", level, DETERMINISM_LEVELS)
-    return _Switch("policy", policy()._replace(determinism=level))
+    checks.positive("determinism", "token_block", token_block)
+    return _Switch("policy", policy()._replace(determinism=level, token_block=token_block))
 
 
 def force(**implementations: str) -> _Switch:

@@ -96,6 +96,13 @@ class Case(NamedTuple):
     reason: str = ""
 
 
+class Offer(NamedTuple):
+    """The determinism level that an implementation offers, and why not more (empty where there is no more)."""
+
+    level: int
+    why: str = ""
+
+
 class Implementation:
     """One way to compute an operator: a module with launchers, imported when it is first looked at.
 
@@ -103,14 +110,16 @@ class Implementation:
     `supports(problem, device, phase) -> str | None` (why not), `configs(problem, device, phase) -> tuple` (legal configurations,
     best guess first), `predict_us(problem, device, phase) -> float`, `PASSES` (memory traffic over the least possible),
     `CALLS` (kernels or PyTorch functions started a call), `determinism(problem, config, phase) -> int`, `signature(problem, config, phase)`
-    (configurations of one signature give the same bits, so that at level 1 a measurement may exchange them) and `KINDS` (device kinds it
-    runs on).
+    (configurations of one signature give the same bits, so that at level 1 a measurement may exchange them), `KINDS` (device kinds it
+    runs on) and `invariant_configs(problem, device, phase)` (in place of `configs` from level 2 on). What its bits promise stands in the
+    operator's own `levels` module, named by `levels_name`, where there is one.
     """
 
-    def __init__(self, operator: str, name: str, module_name: str) -> None:
+    def __init__(self, operator: str, name: str, module_name: str, levels_name: str = "") -> None:
         self.operator = operator
         self.name = name
         self.module_name = module_name
+        self.levels_name = levels_name
         self._module: ModuleType | None = None
         self.replaced: dict[str, Callable[..., Any]] = {}  # launchers planted by tests, by phase
 
@@ -124,6 +133,26 @@ class Implementation:
     def optional(self, attribute: str, default: Any) -> Any:
         """An optional attribute of the module."""
         return getattr(self.module, attribute, default)
+
+    def offer(self, problem: Any, config: Any, phase: str) -> Offer:
+        """The determinism level that it offers for a problem: its module's own word, else that of the operator's levels, else 1."""
+        own = self.optional("determinism", None)
+        if own is not None:
+            return Offer(own(problem, config, phase))
+        if not self.levels_name:
+            return Offer(1, "it states no more")
+        found: Offer = importlib.import_module(self.levels_name).LEVELS.offer(problem, self.name, config, phase)
+        return found
+
+    def signature(self, problem: Any, config: Any, phase: str) -> str | None:
+        """What decides the order of its sums: its module's own word, else that of the operator's levels; None where neither says."""
+        own = self.optional("signature", None)
+        if own is not None:
+            return str(own(problem, config, phase))
+        if not self.levels_name:
+            return None
+        found: str | None = importlib.import_module(self.levels_name).LEVELS.signature(problem, self.name, config, phase)
+        return found
 
     def launcher(self, phase: str) -> Callable[..., Any]:
         """`launch_fwd` or `launch_bwd`."""

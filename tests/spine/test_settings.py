@@ -64,8 +64,8 @@ def test_force_names_the_implementation_and_statistics_show_it():
 def test_a_bad_value_is_refused_with_the_choices():
     with pytest.raises(ArgumentError, match=r"precision: mode must be one of 'default', 'ieee', 'tf32'; got 'fast'"):
         om.precision("fast")
-    with pytest.raises(ArgumentError, match=r"determinism: level must be one of 0, 1; got 3"):
-        om.determinism(3)
+    with pytest.raises(ArgumentError, match=r"determinism: level must be one of 0, 1, 2, 3; got 4"):
+        om.determinism(4)
 
 
 def test_the_environment_switches_it_off():
@@ -80,7 +80,7 @@ def test_arguments_win_over_the_environment():
 
 
 def test_a_bad_environment_variable_is_named():
-    assert "OPS_MATH_DETERMINISM must be one of '0', '1'; got 'yes'" in run_python(
+    assert "OPS_MATH_DETERMINISM must be one of '0', '1', '2', '3'; got 'yes'" in run_python(
         "import ops_math as om, torch; om.rms_norm(torch.ones(2, 4))", OPS_MATH_DETERMINISM="yes"
     )
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ops_math import recompute
-from ops_math.blocks import mlp_products, norms, products
+from ops_math.blocks import mlp_products, norms, pinned, products
 from ops_math.blocks.products import Affine
 from ops_math.dispatch import apply, needs_grad, once_differentiable, store_dtype
 from ops_math.layout import dense
@@ -62,6 +62,8 @@ class _Rule(NamedTuple):
 
 def can_close(ending: Ending, width: int) -> bool:
     """Whether a branch whose last product is `width` wide can end so: only the layer norm's kernel drops elements, and only by key."""
+    if pinned.pinned():
+        return False
     keyed = ending.norm.kind == "layer_norm" and (ending.rng is not None or not draws(ending.residual))
     return width == ending.residual.shape[-1] and (keyed or not ending.dropout_p)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ops_math.blocks import pinned
 from ops_math.blocks.packed import packed_backward, packed_forward, packs
 from ops_math.blocks.products import Affine, as_dtype, bias_grad, cast, cast_weight, dtypes_of, product_dtype, rows, weight_grad
 from ops_math.dispatch import apply, needs_grad, once_differentiable
@@ -85,6 +86,8 @@ class _PackedGatedMlp(torch.autograd.Function):
 
 def gated_mlp(x: torch.Tensor, gate: Affine, up: Affine, down: Affine, activation: str) -> torch.Tensor:
     """`down(act(gate(x)) * up(x))` of `x` [..., K]; `activation` is silu, gelu or gelu_tanh."""
+    if pinned.pinned():
+        return pinned.gated_mlp(x, gate, up, down, activation)
     flat = (*gate, *up, *down)
     if needs_grad(x, *flat):
         return apply(_PackedGatedMlp if packs(x, (gate, up)) else _GatedMlp, x, product_dtype(x), activation, *flat)
@@ -170,6 +173,8 @@ def gelu_mlp(
     x: torch.Tensor, first: Affine, second: Affine, approximate: str, state: torch.Tensor | None = None, p: float = 0.0
 ) -> torch.Tensor:
     """`second(dropout(gelu(first(x))))` of `x` [..., K]; `state` is that of the dropout's random numbers, None for no dropout."""
+    if pinned.pinned():
+        return pinned.gelu_mlp(x, first, second, approximate, state, p)
     flat = (*first, *second)
     if needs_grad(x, *flat):
         return apply(_GeluMlp, x, product_dtype(x), approximate, state, p, *flat)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ops_math import features
-from ops_math.blocks import casts
+from ops_math.blocks import casts, pinned
 from ops_math.blocks.products import Affine, as_dtype, bias_grad, cast_together, dtypes_of, product_dtype, products, rows, weight_grad
 from ops_math.dispatch import apply, needs_grad, once_differentiable
 from ops_math.layout import adjoining, copied, dense
@@ -33,6 +33,8 @@ class Packed(NamedTuple):
 
 def packs(x: Tensor, affines: tuple[Affine, ...]) -> bool:
     """Whether these products can be one without a copy more: their weights lie together, or are cast for autocast at this call anyway."""
+    if pinned.pinned():
+        return False
     dtype, weights = product_dtype(x), [w for w, _ in affines]
     if len({b is None for _, b in affines}) > 1 or len({w.dtype for w in weights}) > 1:
         return False

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ops_math import features
-from ops_math.blocks import casts
+from ops_math.blocks import casts, pinned
 from ops_math.dispatch import apply, needs_grad, once_differentiable, store_dtype
 from ops_math.layout import copied
 from ops_math.spec import dtype_name
@@ -113,6 +113,8 @@ class _Products(torch.autograd.Function):
 
 def products(x: torch.Tensor, affines: tuple[Affine, ...]) -> tuple[torch.Tensor, ...]:
     """The products of `x` [..., K] with several weights [N_i, K], biases added: [..., N_i] each."""
+    if pinned.pinned():
+        return pinned.products(x, affines)
     flat = [t for pair in affines for t in pair]
     if needs_grad(x, *flat):
         return apply(_Products, x, product_dtype(x), *flat)

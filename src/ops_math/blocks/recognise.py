@@ -106,10 +106,12 @@ def kind_of(module: Any) -> Part | None:
 
 
 def _quiet(state: dict[str, Any]) -> bool:
-    """No hooks, no forward of its own, no buffers, and plain tensors for parameters."""
+    """No hooks, no forward of its own but that of a keyed dropout, no buffers, and plain tensors for parameters."""
     if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
         return False
-    if state["_buffers"] or "forward" in state or state.get("_compiled_call_impl") is not None:
+    if state["_buffers"] or state.get("_compiled_call_impl") is not None:
+        return False
+    if "forward" in state and not getattr(state["forward"], "keyed", False):  # a keyed dropout draws as the block does
         return False
     for parameter in state["_parameters"].values():
         if parameter is not None and type(parameter) not in _PLAIN_TENSORS:
@@ -202,7 +204,7 @@ def _why_not_quiet(module: nn.Module, where: str) -> str:
     hooks = [name.strip("_").replace("_", " ") for name, found in zip(_HOOKS, itemgetter(*_HOOKS)(state), strict=True) if found]
     if hooks:
         return f"{where} has {' and '.join(hooks)}"
-    if "forward" in state:
+    if "forward" in state and not getattr(state["forward"], "keyed", False):
         return f"{where} has a forward of its own, set on the instance"
     if state.get("_compiled_call_impl") is not None:
         return f"{where} was compiled on its own"

@@ -12,6 +12,7 @@ from ops_math.blocks import as_it_is, attention, mlp, norms, packing, recognise,
 from ops_math.blocks.closing import Closed, Ending, can_close, records
 from ops_math.blocks.parts import BLOCK_KEYWORDS
 from ops_math.blocks.products import Affine
+from ops_math.blocks.seeds import rng_of
 from ops_math.blocks.streams import Input, Narrowed, Unsummed
 from ops_math.ops.dropout.op import dropout
 from ops_math.rng import Rng
@@ -346,7 +347,7 @@ def residual_attention(
         defer: return `Unsummed(x, branch)`, for the next block or `residual_norm` to sum: fuses across layers that must not know
             each other's norms (sharded parameters).
         dropout_p: dropout of the branch before the sum, besides the module's own.
-        rng: where all masks of the call come from; None draws keys from PyTorch's generator.
+        rng: where all masks of the call come from; by default an `ops_nn.SeedPool` that is attached, else keys from PyTorch's generator.
         narrow: with `norm_first=False`, return a `Narrowed` pair for the next block where the result is wider than autocast's dtype.
         **kwargs: what the module's forward takes (position_embeddings, attention_mask, attn_mask, key_padding_mask, is_causal, ...),
             and for known modules also: causal, mask (additive, or True where a key is seen), key_padding_mask [B, S] (True at real
@@ -356,10 +357,11 @@ def residual_attention(
         Of the shape of `x`; with `next_norm` the pair; with `defer` an `Unsummed`; with `narrow` perhaps a `Narrowed`.
 
     Precision: as the operators; the residual sum has the wider dtype of `x` and the branch.
-    Determinism: as `attention`.
+    Determinism: level 2, where its products are `linear`; with dropout as `attention`.
     Raises: ArgumentError for a pair with a norm, options that exclude each other, a BERT module with another norm.
     Source: Vaswani et al., 2017; Xiong et al., On Layer Normalization in the Transformer Architecture, 2020.
     """
+    rng = rng_of(attn, x, _ATTENTION.site) if rng is None else rng
     return _block(_ATTENTION, x, norm, attn, _Options(norm_first, next_norm, defer, dropout_p, rng, narrow), kwargs)
 
 
@@ -393,10 +395,11 @@ def residual_mlp(
         As `residual_attention`.
 
     Precision: as the operators. The activation is not kept for the backward; it is computed again there.
-    Determinism: level 1.
+    Determinism: level 2, where its products are `linear`.
     Raises: as `residual_attention`.
     Source: as `residual_attention`; Shazeer, GLU Variants Improve Transformer, 2020.
     """
+    rng = rng_of(mlp, x, _MLP.site) if rng is None else rng
     return _block(_MLP, x, norm, mlp, _Options(norm_first, next_norm, defer, dropout_p, rng, narrow), kwargs)
 
 
@@ -411,7 +414,7 @@ def residual_norm(x: Input, norm: Any) -> torch.Tensor:
         [..., C].
 
     Precision: as `rms_norm` and `layer_norm`.
-    Determinism: level 1.
+    Determinism: as `rms_norm` and `layer_norm`.
     Raises: ArgumentError for a pair (x, norm(x)) with a norm.
     Source: as `residual_attention`.
     """

@@ -24,6 +24,7 @@ COMMANDS = {
     "bench": "ops_math.cli.bench.command:bench",
     "compare": "ops_math.cli.compare:compare",
     "replay": "ops_math.cli.compare:replay",
+    "selfcheck": "ops_math.cli.selfcheck:selfcheck",
 }
 # What a user can mend. Anything else is a fault of ours and keeps its traceback.
 USER_ERRORS = (ArgumentError, UnsupportedError, OSError, torch.OutOfMemoryError)

@@ -83,6 +83,7 @@ CALLS: dict[str, tuple[str, Maker]] = {
     "attention_qkv": ("BATCHxSEQxHEADSxKV_HEADSxWIDTH", _packed),
     "rope": ("BATCHxSEQxHEADSxKV_HEADSxWIDTH", _rope),
     "rope_qkv": ("BATCHxSEQxHEADSxKV_HEADSxWIDTH", _rope_packed),
+    "linear": ("ROWSxINPUTSxOUTPUTS", lambda s: (s.tensor(s.n[0], s.n[1]), s.tensor(s.n[2], s.n[1]))),
     "dropout": ("ROWSxCOLS", lambda s: (s.tensor(*s.n), 0.1)),
 }
 

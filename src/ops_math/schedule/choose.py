@@ -48,18 +48,29 @@ def reason_against(candidate: Implementation, problem: Any, device: Device, phas
     if why:
         return why
     if level and not configurations(candidate, problem, device, phase, level):
-        return f"offers no determinism level {level} for this problem"
+        return f"offers no determinism level {level} for this problem" + _why_not(candidate, problem, device, phase, level)
     return None
+
+
+def _why_not(candidate: Implementation, problem: Any, device: Device, phase: str, level: int) -> str:
+    """What the configuration that offers most says about more."""
+    offers = [candidate.offer(problem, c, phase) for c in listed(candidate, problem, device, phase, level)]
+    best = max(offers, key=lambda offer: offer.level, default=None)
+    return "" if best is None or not best.why else f" ({best.why})"
+
+
+def listed(candidate: Implementation, problem: Any, device: Device, phase: str, level: int) -> Sequence[Any]:
+    """What a module lists, whatever it promises: from level 2 on its `invariant_configs`, where it has any."""
+    configs = candidate.optional("invariant_configs", None) if level >= 2 else None
+    configs = configs or candidate.optional("configs", None)
+    found: Sequence[Any] = configs(problem, device, phase) if configs else (None,)
+    return found
 
 
 def configurations(candidate: Implementation, problem: Any, device: Device, phase: str, level: int) -> Sequence[Any]:
     """The legal configurations at a determinism level, best guess first."""
-    configs = candidate.optional("configs", None)
-    listed = configs(problem, device, phase) if configs else (None,)
-    determinism = candidate.optional("determinism", None)
-    if level and determinism:
-        return [c for c in listed if determinism(problem, c, phase) >= level]
-    return listed
+    found = listed(candidate, problem, device, phase, level)
+    return [c for c in found if candidate.offer(problem, c, phase).level >= level] if level else found
 
 
 def predict_us(candidate: Implementation, problem: Any, cost: Cost, device: Device, phase: str) -> float:
@@ -75,10 +86,10 @@ def predict_us(candidate: Implementation, problem: Any, cost: Cost, device: Devi
 def order_of_sums(candidate: Implementation, problem: Any, config: Any, phase: str) -> str:
     """What may be exchanged for what at determinism level 1: candidates of one signature give the same bits.
 
-    A module states it as `signature(problem, config, phase) -> str`; without that a configuration is like itself alone.
+    A module, or the levels of its operator, state it; without that a configuration is like itself alone.
     """
-    own = candidate.optional("signature", None)
-    return str(own(problem, config, phase)) if own else label(candidate.name, config)
+    own = candidate.signature(problem, config, phase)
+    return label(candidate.name, config) if own is None else own
 
 
 def sort_candidates(

@@ -118,8 +118,10 @@ EMPTY = Record(())
 
 
 def policy_text(policy: Policy) -> str:
-    """The part of a policy that measurements depend on: all but what was forced, which reaches no measurement."""
-    return " ".join(f"{name}={value}" for name, value in zip(policy._fields, policy, strict=True) if name != "forced")
+    """The part of a policy that measurements depend on: not what was forced, which reaches no measurement, nor the token block, whose
+    number of rows is the problem's."""
+    unread = ("forced", "token_block")
+    return " ".join(f"{name}={value}" for name, value in zip(policy._fields, policy, strict=True) if name not in unread)
 
 
 def bucket(problem: Any) -> str:

@@ -6,6 +6,20 @@ from ops_nn.debug.figures import Figures
 from ops_nn.debug.replay import Replay
 from ops_nn.debug.replay import run as replay_file
 from ops_nn.debug.report import Finding, Report
+from ops_nn.debug.selfcheck import SelfCheck, selfcheck
 from ops_nn.debug.trace import Key, Record, Trace
 
-__all__ = ["Cause", "ConsistencyChecker", "Figures", "Finding", "Key", "Record", "Replay", "Report", "Trace", "replay_file"]
+__all__ = [
+    "Cause",
+    "ConsistencyChecker",
+    "Figures",
+    "Finding",
+    "Key",
+    "Record",
+    "Replay",
+    "Report",
+    "SelfCheck",
+    "Trace",
+    "replay_file",
+    "selfcheck",
+]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import ops_math as om
+from ops_nn.seeds import stream_of
 
 
 class Attention(nn.Module):
@@ -87,11 +88,12 @@ class Attention(nn.Module):
             key_padding_mask: bool [B, S], True at real tokens.
             cu_seqlens: int32 or int64 [documents + 1], the first token of each document and the number of tokens.
             max_seqlen: length of the longest document [tokens].
-            rng: where the dropout mask comes from.
+            rng: where the dropout mask comes from; by default a `SeedPool` that is attached, else PyTorch's generator.
 
         Returns:
             Of the shape of `x`.
         """
+        dropout_p = self.dropout_p if self.training else 0.0
         q, k, v = (
             projected.unflatten(-1, (heads, self.head_dim))
             for projected, heads in (
@@ -115,7 +117,7 @@ class Attention(nn.Module):
             cu_seqlens_q=cu_seqlens,
             max_seqlen_q=max_seqlen,
             max_seqlen_k=max_seqlen,
-            dropout_p=self.dropout_p if self.training else 0.0,
-            rng=rng,
+            dropout_p=dropout_p,
+            rng=rng if rng is not None or not dropout_p else stream_of(self, x.device),
         )
         return self.o_proj(out.flatten(-2))

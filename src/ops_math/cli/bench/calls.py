@@ -113,6 +113,12 @@ FEW_ATTENTION = (("2x128x4x2x64", CAUSAL), ("4x64x4x4x64", FULL))
 ROPE, FEW_ROPE = _plain("4x4096x32x8x128", "8x2048x32x8x64"), _plain("2x256x4x2x64")
 
 CALLS: dict[str, Entry] = {
+    "linear": Entry(
+        "ROWSxINPUTSxOUTPUTS",
+        lambda d, n: (d.normal(n[0], n[1]), d.normal(n[2], n[1], scale=n[1] ** -0.5)),
+        _plain("8192x4096x4096", "16384x2048x8192"),
+        _plain("256x256x256"),
+    ),
     "rms_norm": _rows(lambda d, n: (d.normal(*n), d.normal(n[1]))),
     "add_rms_norm": _rows(lambda d, n: (d.normal(*n), d.normal(*n), d.normal(n[1]))),
     "layer_norm": _rows(lambda d, n: (d.normal(*n), d.normal(n[1]), d.normal(n[1]))),

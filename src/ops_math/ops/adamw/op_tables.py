@@ -21,7 +21,9 @@ from ops_math.spec import Implementation, dtype_name
 from ops_math.stats import Counter, note
 from ops_math.stats import counter as counter_for
 
-IMPLEMENTATIONS = tuple(Implementation("adamw", name, f"{__package__}.{name}") for name in ("triton_gpu", "vendor", "eager"))
+IMPLEMENTATIONS = tuple(
+    Implementation("adamw", name, f"{__package__}.{name}", f"{__package__}.levels") for name in ("triton_gpu", "vendor", "eager")
+)
 settings.IMPLEMENTATIONS["adamw"] = tuple(i.name for i in IMPLEMENTATIONS)
 _LOW = 15  # a vector access needs multiples of 16 bytes
 _address, _numel, _dtype = torch.Tensor.data_ptr, torch.Tensor.numel, attrgetter("dtype")

@@ -15,6 +15,7 @@ import torch
 from ops_math import rng as random
 from ops_math.ops.attention.problem import AttentionProblem, cost, gradients
 from ops_math.ops.attention.reference import MASKED_BELOW
+from ops_math.schedule.levels import ALIGNMENT
 from ops_math.spec import Device, compute_dtype
 
 BLOCK_SCORES = 2**19  # 2 MiB of fp32 scores
@@ -50,6 +51,11 @@ class _Masks(NamedTuple):
     state: torch.Tensor | None
 
 
+def invariant_configs(p: AttentionProblem, device: Device, phase: str) -> tuple[str, ...]:
+    """`apart`: one head of one sequence at a time, so that no product has a shape that others have a share in."""
+    return ("apart",)
+
+
 def predict_us(p: AttentionProblem, device: Device, phase: str) -> float:
     """A quarter of the products' rate, as seen on two CPU cores, and a price for each block's calls."""
     blocks = max(1, p.batch * p.heads * p.q_len * p.k_len // BLOCK_SCORES, p.documents)
@@ -58,7 +64,7 @@ def predict_us(p: AttentionProblem, device: Device, phase: str) -> float:
 
 
 def launch_fwd(
-    p: AttentionProblem, config: None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+    p: AttentionProblem, config: str | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
     keep: torch.Tensor | None,
     cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -67,7 +73,7 @@ def launch_fwd(
     out, lse = q.new_empty(q.shape), q.new_empty((*q.shape[:-3], p.heads, q.shape[-3]), dtype=wide)
     q_BKGSD, out_BKGSD, k_BKTD, v_BKTD = _by_group(p, q), _by_group(p, out), _by_head(k), _by_head(v)
     lse_BKGS = _by_key_head(p, lse if lse.dim() == 3 else lse[None])
-    for block in _blocks(p, cu_q, cu_k):
+    for block in _blocks(p, cu_q, cu_k, config == "apart"):
         keys, values = _keys(block, k_BKTD, keep, wide), _keys(block, v_BKTD, keep, wide)
         for rows in _row_blocks(p, block):
             here = (block.batch, block.heads, slice(None), slice(block.q0 + rows.start, block.q0 + rows.stop))
@@ -84,7 +90,7 @@ def launch_fwd(
 
 
 def launch_bwd(
-    p: AttentionProblem, config: None, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    p: AttentionProblem, config: str | None, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor,
     mask: torch.Tensor | None, keep: torch.Tensor | None, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None,
     state: torch.Tensor | None,
@@ -95,7 +101,7 @@ def launch_bwd(
     q_BKGSD, out_BKGSD, dout_BKGSD = _by_group(p, q), _by_group(p, out), _by_group(p, dout)
     k_BKTD, v_BKTD = _by_head(k), _by_head(v)
     lse_BKGS = _by_key_head(p, lse if lse.dim() == 3 else lse[None])
-    for block in _blocks(p, cu_q, cu_k):
+    for block in _blocks(p, cu_q, cu_k, config == "apart"):
         keys, values = _keys(block, k_BKTD, keep, wide), _keys(block, v_BKTD, keep, wide)
         dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
         for rows in _row_blocks(p, block):
@@ -145,13 +151,14 @@ def _sequences(p: AttentionProblem, cu_q: torch.Tensor | None, cu_k: torch.Tenso
     return list(zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False))
 
 
-def _blocks(p: AttentionProblem, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None) -> Iterator[_Heads]:
-    """Blocks of batch rows and key heads: whole batch rows where several fit, else heads of one, else rows of one head."""
+def _blocks(p: AttentionProblem, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, apart: bool) -> Iterator[_Heads]:
+    """Blocks of batch rows and key heads: whole batch rows where several fit, else heads of one, else rows of one head; `apart`: a head
+    of a row each."""
     for q0, q1, k0, k1 in _sequences(p, cu_q, cu_k):
         a_row = max(1, p.group * (k1 - k0))
         rows = min(max(q1 - q0, 1), max(BLOCK_SCORES // a_row, 16))
-        heads = min(max(BLOCK_SCORES // (a_row * rows), 1), p.kv_heads)
-        batch = max(BLOCK_SCORES // (a_row * rows * heads), 1) if heads == p.kv_heads else 1
+        heads = 1 if apart else min(max(BLOCK_SCORES // (a_row * rows), 1), p.kv_heads)
+        batch = max(BLOCK_SCORES // (a_row * rows * heads), 1) if heads == p.kv_heads and not apart else 1
         for b in range(0, p.batch, batch):
             for h in range(0, p.kv_heads, heads):
                 yield _Heads(slice(b, b + batch), slice(h, h + heads), q0, q1, k0, k1, rows)
@@ -168,8 +175,9 @@ def _row_blocks(p: AttentionProblem, block: _Heads) -> Iterator[_Rows]:
 
 
 def _dense(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In the dtype of arithmetic and contiguous: a product's order of sums may depend on strides."""
-    return x.to(dtype).contiguous()
+    """In the dtype of arithmetic, contiguous and aligned: a product's order of sums may depend on strides and addresses."""
+    made = x.to(dtype).contiguous()
+    return made if made.data_ptr() % ALIGNMENT == 0 else made.clone()
 
 
 def _keys(block: _Heads, x_BKTD: torch.Tensor, keep: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

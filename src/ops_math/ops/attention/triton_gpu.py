@@ -191,11 +191,6 @@ def configs(p: AttentionProblem, device: Device, phase: str) -> tuple[Tile, ...]
     return tuple(Backward(dkdv[i if i < len(dkdv) else 0], dq[i if i < len(dq) else 0]) for i in range(max(len(dkdv), len(dq))))
 
 
-def determinism(p: AttentionProblem, config: object, phase: str) -> int:
-    """No atomics: one order of sums a configuration."""
-    return 1
-
-
 def predict_us(p: AttentionProblem, device: Device, phase: str) -> float:
     """From the rates above in proportion to the device's products; fp32 products at a sixteenth (ieee) or a half (tf32) of 16-bit."""
     rate = RATES[p.head_dim <= 64][phase == "bwd"] * device.product_tflops / 770.0

@@ -110,11 +110,6 @@ def _cpu_groups() -> bool:
         return torch.allclose(out, expected) and dk.shape == k.shape and torch.allclose(dk, dwide.unflatten(1, (2, 2)).sum(2), atol=1e-5)
 
 
-def determinism(p: AttentionProblem, config: str, phase: str) -> int:
-    """Forward and the CPU's repeat; the GPU kernels add up dQ (flash, efficient) or may (cuDNN) in no fixed order."""
-    return 1 if phase == "fwd" or config == "flash_cpu" else 0
-
-
 def predict_us(p: AttentionProblem, device: Device, phase: str) -> float:
     """From rates measured on an H200, in proportion to the device's products; packing the gradient is three more passes."""
     name, flops = configs(p, device, phase)[0], cost(p, phase).total_flops

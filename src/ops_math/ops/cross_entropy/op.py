@@ -154,7 +154,7 @@ def cross_entropy(
 
     Precision: arithmetic and sums in fp32 (fp64 for fp64); the gradient is rounded once, at the store, after the multiplication
         with the loss's gradient. It keeps its digits at logits of any size and at a probability near 1: no 1 is subtracted from one.
-    Determinism: level 1.
+    Determinism: level 3 where the divisor does not follow the batch (`num_tokens`, `sum`, `none`), else level 1.
     Raises: ArgumentError for wrong shapes, dtypes, devices and options out of their range.
     Source: Szegedy et al., Rethinking the Inception Architecture, 2015 (smoothing); Chowdhery et al., PaLM, 2022 (z-loss);
         Gemma team, Gemma 2, 2024 (soft cap); backward derived in DESIGN.md.

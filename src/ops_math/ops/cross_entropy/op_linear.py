@@ -167,7 +167,7 @@ def linear_cross_entropy(
         are rounded to it; division by the token count and multiplication with the loss's gradient come after the sums, in fp32,
         so fp16 does not underflow; with `none`, rows whose own gradients lie further apart than the dtype reaches do (fp16: 1e4).
         Each gradient is rounded once, to the dtype of its input.
-    Determinism: level 1.
+    Determinism: level 1; its products are the vendor's. From level 2 on call `linear` and `cross_entropy`.
     Raises: ArgumentError for wrong shapes, dtypes, devices and options out of their range.
     Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024 (the problem); derived in DESIGN.md.
     """

@@ -71,7 +71,7 @@ def dropout(x: torch.Tensor, p: float, *, rng: Rng | None = None) -> torch.Tenso
 
     Precision: one multiplication in fp32 (fp64 for fp64) and one rounding; a keyed mask meets p to within 2^-17
         and scales by the chance it has (`rng.honoured`), so that the mean stays.
-    Determinism: level 2; the mask depends neither on how the batch is cut (give each piece its `first_row`) nor on the device.
+    Determinism: level 3; the mask depends neither on how the batch is cut (give each piece its `first_row`) nor on the device.
     Raises: ArgumentError for an integer input, a p outside [0, 1), an Rng on another device.
     Source: Srivastava et al., Dropout, 2014; the mask: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011.
     """

@@ -84,7 +84,7 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None = None, *, approximate: str 
 
     Precision: arithmetic in fp32 (fp64 for fp64); one rounding, at the store. The bias's gradient is the sum over rows of unrounded
         values, in fp32. An input of -inf gives NaN, as in PyTorch.
-    Determinism: level 1; the order of the sum for the bias depends on the shape and the device only.
+    Determinism: level 3 on a GPU, 2 on a CPU; the sum for the bias is taken token block by token block from level 2 on.
     Raises: ArgumentError for an integer input, a bias of another width or device, an unknown `approximate`.
     Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016. dx = dy (Phi(z) + z phi(z)), dbias its sum over rows.
     """

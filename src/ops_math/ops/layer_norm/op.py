@@ -194,7 +194,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.
 
     Precision: arithmetic and sums in fp32 (fp64 for fp64); the variance from centred values; one rounding, at the store. The
     parameters' gradients are summed in fp32.
-    Determinism: level 1; the order of sums depends on the shape and the device only.
+    Determinism: level 3; up to level 1 the order of sums depends on the shape and the device only.
     Raises: ArgumentError for an integer input, parameters of another width or device.
     Source: Ba, Kiros and Hinton, Layer Normalization, 2016; backward derived in DESIGN.md.
     """
@@ -246,7 +246,7 @@ def add_layer_norm(
         normalised as rounded; narrow [..., N], y rounded to `narrow_dtype`.
 
     Precision: as `layer_norm`.
-    Determinism: level 1; the mask depends on the key and the place alone.
+    Determinism: as `layer_norm`; the mask depends on the key and the place alone.
     Raises: ArgumentError for shapes that differ (nothing is broadcast), integer inputs, parameters of another width or device, a
     `dropout_p` outside [0, 1), an Rng on another device.
     Source: as `layer_norm` and `dropout`.

@@ -171,7 +171,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float 
         [..., N], contiguous, of the dtype of `x` (under autocast: autocast's dtype).
 
     Precision: arithmetic and sums in fp32 (fp64 for fp64); one rounding, at the store. The weight's gradient is summed in fp32.
-    Determinism: level 1; the order of sums depends on the shape and the device only.
+    Determinism: level 3; up to level 1 the order of sums depends on the shape and the device only.
     Raises: ArgumentError for an integer input, a weight of another width or device.
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019; backward derived in DESIGN.md.
     """
@@ -213,7 +213,7 @@ def add_rms_norm(
         (y, s): y as in `rms_norm`; s [..., N] of the wider dtype of `x` and `residual`, rounded once, and normalised as rounded.
 
     Precision: as `rms_norm`.
-    Determinism: level 1.
+    Determinism: as `rms_norm`.
     Raises: ArgumentError for shapes that differ (nothing is broadcast), integer inputs, a weight of another width or device.
     Source: as `rms_norm`.
     """

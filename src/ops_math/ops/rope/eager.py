@@ -8,7 +8,7 @@ import torch
 
 from ops_math import checks
 from ops_math.ops.rope.problem import RopeProblem
-from ops_math.spec import DTYPE_OF, compute_dtype
+from ops_math.spec import DTYPE_OF, Device, compute_dtype
 
 PASSES = 2.0
 CALLS = 10
@@ -47,16 +47,25 @@ def _chunks(p: RopeProblem, x: torch.Tensor, *others: torch.Tensor) -> Iterator[
     return zip(*(t.split(tokens, 1) for t in (x, *others)), strict=True)
 
 
-def _turn(p: RopeProblem, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
+def invariant_configs(p: RopeProblem, device: Device, phase: str) -> tuple[str, ...]:
+    """`apart`: each product and each sum rounded, wherever the element is."""
+    return ("apart",)
+
+
+def _turn(p: RopeProblem, config: str | None, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
     """(a, b) -> (a cos - b sin, b cos + a sin) for the pairs of x, written to the columns of out; both in the dtype of arithmetic."""
     (a, b), (first, second) = _pairs(p, x), _pairs(p, out)
     torch.mul(a, cos, out=first)
-    first.addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=second)
+    if config == "apart":
+        first -= b * sin
+        second += a * sin
+        return
+    first.addcmul_(b, sin, value=-1)
     second.addcmul_(a, sin)
 
 
-def _apply(p: RopeProblem, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, num_rotated: int) -> torch.Tensor:
+def _apply(p: RopeProblem, config: str | None, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, num_rotated: int) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=DTYPE_OF[p.out], device=x.device)
     if num_rotated < x.shape[2]:
         out[:, :, num_rotated:].copy_(x[:, :, num_rotated:])
@@ -66,17 +75,17 @@ def _apply(p: RopeProblem, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
         p, x[:, :, :num_rotated, : p.rotary_dim], out[:, :, :num_rotated, : p.rotary_dim], cos, sin
     ):
         if out.dtype == cos.dtype:
-            _turn(p, x_part.to(cos.dtype), cos_part, sin_part, out_part)
+            _turn(p, config, x_part.to(cos.dtype), cos_part, sin_part, out_part)
         else:
             wide = torch.empty(x_part.shape, dtype=cos.dtype, device=x.device)
-            _turn(p, x_part.to(cos.dtype), cos_part, sin_part, wide)
+            _turn(p, config, x_part.to(cos.dtype), cos_part, sin_part, wide)
             out_part.copy_(wide)
     return out
 
 
 def launch_fwd(
     p: RopeProblem,
-    config: None,
+    config: str | None,
     x: torch.Tensor,
     k: torch.Tensor | None,
     cos: torch.Tensor,
@@ -85,12 +94,12 @@ def launch_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x and k turned; an empty tensor where there is no k."""
     cos, sin = _tables(p, cos, sin, position_ids, compute_dtype(x.dtype))
-    return _apply(p, x, cos, sin, p.num_rotated), x.new_empty(0) if k is None else _apply(p, k, cos, sin, p.kv_heads)
+    return _apply(p, config, x, cos, sin, p.num_rotated), x.new_empty(0) if k is None else _apply(p, config, k, cos, sin, p.kv_heads)
 
 
 def launch_bwd(
     p: RopeProblem,
-    config: None,
+    config: str | None,
     dx: torch.Tensor,
     dk: torch.Tensor | None,
     cos: torch.Tensor,
@@ -100,11 +109,11 @@ def launch_bwd(
     """The gradients turned back: the same with the sines negated."""
     cos, sin = _tables(p, cos, sin, position_ids, compute_dtype(dx.dtype))
     sin = -sin
-    return _apply(p, dx, cos, sin, p.num_rotated), dx.new_empty(0) if dk is None else _apply(p, dk, cos, sin, p.kv_heads)
+    return _apply(p, config, dx, cos, sin, p.num_rotated), dx.new_empty(0) if dk is None else _apply(p, config, dk, cos, sin, p.kv_heads)
 
 
 def launch_inplace(
-    p: RopeProblem, config: None, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None
+    p: RopeProblem, config: str | None, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None
 ) -> None:
     """The first heads of x turned where they are, or turned back."""
     cos, sin = _tables(p, cos, sin, position_ids, compute_dtype(x.dtype))
@@ -112,8 +121,8 @@ def launch_inplace(
     for part, cos_part, sin_part in _chunks(p, x[:, :, : p.num_rotated, : p.rotary_dim], cos, sin):
         wide = part.to(cos.dtype, copy=True)
         if part.dtype == cos.dtype:
-            _turn(p, wide, cos_part, sin_part, part)
+            _turn(p, config, wide, cos_part, sin_part, part)
         else:
             turned = torch.empty_like(wide)
-            _turn(p, wide, cos_part, sin_part, turned)
+            _turn(p, config, wide, cos_part, sin_part, turned)
             part.copy_(turned)

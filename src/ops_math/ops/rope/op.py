@@ -209,7 +209,7 @@ def rope(
 
     Precision: arithmetic in fp32 (fp64 for fp64), tables as they are; one rounding, at the store. The backward is the same with the
         sines negated; nothing of q and k is kept for it.
-    Determinism: level 1; a token's result depends on nothing but the token.
+    Determinism: level 3; a token's result depends on nothing but the token.
     Raises: ArgumentError for shapes, dtypes or devices that do not fit, tables that require grad, and, where values are looked at
         (on the CPU, or under `checked`), positions outside the tables. On a GPU an outside position gives NaN.
     Source: Su et al., RoFormer, 2021; the gradient is the transposed rotation.
@@ -260,7 +260,7 @@ def rope_qkv(
         Of the shape of `qkv`, contiguous, in its dtype (under autocast: autocast's dtype).
 
     Precision: as `rope`.
-    Determinism: level 1.
+    Determinism: as `rope`.
     Raises: ArgumentError as `rope`, and for a last dimension that H + 2K does not divide.
     Source: as `rope`.
     """

@@ -80,7 +80,7 @@ def softmax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         innermost in memory.
 
     Precision: arithmetic and sums in fp32 (fp64 for fp64); one rounding, at the store. The backward starts from the stored y.
-    Determinism: level 1; the order of sums depends on the shape and the device only.
+    Determinism: level 3; up to level 1 the order of sums depends on the shape and the device only.
     Raises: ArgumentError for an integer input or a dimension that `x` has not.
     Source: Bridle, Probabilistic Interpretation of Feedforward Classification Network Outputs, 1990; dx = y (dy - sum(y dy)).
     """

@@ -1,0 +1,15 @@
+"""What is promised of the bits, with the price, and how a call is cut for it."""
+
+from __future__ import annotations
+
+from ops_math.ops.glu.levels import SHARD
+from ops_math.schedule.levels import A_ROW, VENDOR, Cut, Levels
+from ops_math.spec import Offer
+
+LEVELS = Levels(
+    {"triton_gpu": Offer(3), "eager": Offer(2, SHARD), "vendor": Offer(1, VENDOR)},
+    "2: with a bias the backward runs token block by token block; on a CPU a call a row",
+    {"fwd": Cut("m.", "m"), "bwd": Cut("mmw", "m+m", ("bias",))},
+    A_ROW,
+    orders={("triton_gpu", "fwd"): ()},
+)

@@ -1,0 +1,1 @@
+"""Matrix product with a weight, whose order of sums can be pinned."""
