@@ -48,6 +48,12 @@ def train(
         str | None,
         typer.Option(help="How ops-math's kernels multiply fp32 matrices: default, ieee or tf32.  [default: default]", show_default=False),
     ] = None,
+    documents: Annotated[
+        bool | None,
+        typer.Option(
+            "--documents/--no-documents", help="Let a token see its own document alone, not all of its sequence.", show_default=False
+        ),
+    ] = None,
     resume: Annotated[
         Path | None, typer.Option(help="A checkpoint, or the report folder of a run that was stopped.", show_default=False)
     ] = None,
@@ -64,7 +70,7 @@ def train(
         Console().print(model_table())
         return
     asked = {"model": model, "steps": steps, "batch": batch, "seq": seq, "seed": seed, "lr": lr, "device": device}
-    asked |= {"dtype": dtype, "precision": precision, "compare": compare}
+    asked |= {"dtype": dtype, "precision": precision, "compare": compare, "documents": documents}
     resumed = None
     if resume is not None:
         path = checkpoint.find(resume)
