@@ -149,14 +149,14 @@ def distance(found, exact):
 
 @pytest.mark.parametrize("options", [{}, {"row_length": 32}], ids=str)
 @pytest.mark.parametrize("config", [LLAMA, dataclasses.replace(LLAMA, tie_word_embeddings=False), BERT], ids=["llama", "untied", "bert"])
-@pytest.mark.parametrize("ours", [False, True], ids=["plain", "ops"])
+@pytest.mark.parametrize("ours", ["plain", "ops", "packed"])
 def test_packed_documents_give_what_each_gives_alone(config, ours, options):
     """Logits and every gradient, within twice the error that the same model makes with each document alone, and a rounding."""
     texts = documents()
     exact_logits, exact = alone(model_of(config, torch.float64), config, texts)
     model = model_of(config)
-    if ours:
-        adopt(model)
+    if ours != "plain":
+        adopt(model, pack=ours == "packed")
     own_logits, own = alone(model, config, texts)
     logits, grads = together(model, config, texts, **options)
     rounding = 2 * torch.finfo(torch.float32).eps
