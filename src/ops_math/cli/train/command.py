@@ -71,13 +71,9 @@ def train(
         return
     asked = {"model": model, "steps": steps, "batch": batch, "seq": seq, "seed": seed, "lr": lr, "device": device}
     asked |= {"dtype": dtype, "precision": precision, "compare": compare, "documents": documents}
-    resumed = None
-    if resume is not None:
-        path = checkpoint.find(resume)
-        state = checkpoint.read_state(path)
-        checkpoint.check_unfinished(path, state)
-        resumed = (path, state)
-        data = Path(state.data_path) if data is None and state.data_path is not None else data
+    resumed = None if resume is None else _unfinished(resume)
+    if resumed is not None and data is None and resumed[1].data_path is not None:
+        data = Path(resumed[1].data_path)
     config = resolve(asked, *(() if resumed is None else (resumed[1].config, str(resumed[0]))))
     folder = report_folder or (DEFAULT_REPORT if resumed is None else resumed[0].parent)
     with Display() as display:
@@ -88,3 +84,11 @@ def train(
         show_result(outcome, Console())
     if outcome.stopped:
         raise typer.Exit(INTERRUPTED)
+
+
+def _unfinished(given: Path) -> tuple[Path, checkpoint.State]:
+    """A checkpoint that can be gone on from, and its state."""
+    path = checkpoint.find(given)
+    state = checkpoint.read_state(path)
+    checkpoint.check_unfinished(path, state)
+    return path, state
