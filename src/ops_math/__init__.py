@@ -5,6 +5,7 @@ Importing this package registers operators with PyTorch and does nothing else: n
 
 from ops_math import layout, schedule
 from ops_math._version import __version__
+from ops_math.blocks.accumulate import Accumulation, accumulate_into_grad
 from ops_math.blocks.casts import cast_weights
 from ops_math.blocks.packing import Packing, pack_weights
 from ops_math.blocks.recognise import PartReport, part_of
@@ -36,6 +37,7 @@ from ops_math.settings import checked, enabled, force, precision
 from ops_math.stats import reset_stats, stats
 
 __all__ = [
+    "Accumulation",
     "AdamWGroup",
     "AdamWTables",
     "ArgumentError",
@@ -50,6 +52,7 @@ __all__ = [
     "Unsummed",
     "UnsupportedError",
     "__version__",
+    "accumulate_into_grad",
     "adamw",
     "add_layer_norm",
     "add_rms_norm",

@@ -87,6 +87,22 @@ def fast_bf16_products() -> bool:
     return any(bool(ask()) for ask in answers if ask is not None)
 
 
+def keeps_graph() -> bool:
+    """Whether the running backward keeps its graph (`retain_graph` or `create_graph`)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def destination(leaf: torch.Tensor) -> str:
+    """Where the running backward puts the leaf's gradient: `grad`; `result`, as `torch.autograd.grad` does; or `nowhere`."""
+    try:
+        executed = torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError as error:
+        if "autograd.grad()" not in str(error):
+            raise
+        return "result"
+    return "grad" if executed else "nowhere"
+
+
 def _stream_handle(device_index: int) -> int:
     return int(torch.cuda.current_stream(device_index).cuda_stream)
 

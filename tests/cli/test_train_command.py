@@ -205,6 +205,7 @@ def test_a_stopped_run_is_not_overwritten_by_a_new_one(cli: Cli, tmp_path: Path,
         (("--model", "small-bert"), "train: --model must be 'small', as in the checkpoint"),
         (("--steps", 9), "train: --steps must be 8, as in the checkpoint"),
         (("--compare",), "train: --compare must be False, as in the checkpoint"),
+        (("--documents",), "train: --documents must be False, as in the checkpoint"),
     ],
 )
 def test_resuming_as_something_else_is_refused_in_words(

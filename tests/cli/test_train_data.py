@@ -160,6 +160,27 @@ def test_labels_are_the_tokens_that_follow() -> None:
     assert torch.equal(batch.labels, (batch.input_ids - 3 + 1) % 290 + 3)
 
 
+@pytest.mark.parametrize("model", ["small", "small-bert"])
+def test_documents_kept_apart_have_positions_of_their_own_and_predict_none_but_themselves(model: str) -> None:
+    text, end = stream(200), 60
+    apart = Data(text, stream(40), fixtures.config(model=model, documents=True), IDS, "", end)
+    whole = Data(text, stream(40), fixtures.config(model=model), IDS, "", end)
+    for step in range(6):
+        batch, other = apart.batch(step), whole.batch(step)
+        assert torch.equal(batch.input_ids, other.input_ids)
+        assert other.position_ids is other.cu_seqlens is None
+        assert batch.position_ids is not None
+        assert batch.cu_seqlens is not None
+        assert batch.cu_seqlens.tolist()[-1] == batch.input_ids.numel()
+        starts = set(batch.cu_seqlens.tolist())
+        for at, position in enumerate(batch.position_ids.flatten().tolist()):
+            assert (position == 0) == (at in starts)
+        tokens = (batch.input_ids if model == "small" else other.input_ids).flatten()
+        ends = tokens == end
+        assert bool((batch.labels.flatten()[ends] == IGNORE_INDEX).all())
+        assert torch.equal(batch.labels.flatten()[~ends], other.labels.flatten()[~ends])
+
+
 def test_every_window_comes_once_before_any_comes_again() -> None:
     text = Data(stream(16 * 7 + 1), stream(40), fixtures.config(), IDS, "")
     starts = [int(row[0]) for step in range(7) for row in text.batch(step).input_ids]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -18,6 +19,7 @@ from ops_math.cli.train.config import COMPILED, OPS_MATH, PLAIN, TrainConfig
 from ops_math.cli.train.data import Data
 from ops_math.cli.train.engine import LAST_SHARE, Run, learning_rate
 from ops_math.cli.train.session import Session
+from ops_nn.models import PRESETS
 from tests.cli import train_fixtures as fixtures
 
 
@@ -107,6 +109,25 @@ def test_runs_start_from_the_same_weights_and_see_the_same_batches(tmp_path: Pat
     plain, ours = training.runs[PLAIN].losses, training.runs[OPS_MATH].losses
     assert ours == pytest.approx(plain, abs=1e-4)
     assert training.adopted
+
+
+@pytest.mark.parametrize("model", ["small", "small-bert"])
+def test_documents_kept_apart_train_alike_in_plain_pytorch_and_with_ops_math(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(monkeypatch, PLAIN, OPS_MATH)
+    without = dataclasses.replace(fixtures.BERT.config, hidden_dropout=0.0, attention_dropout=0.0)  # each draws masks of its own
+    monkeypatch.setitem(PRESETS, "small-bert", dataclasses.replace(fixtures.BERT, config=without))
+    used = fixtures.config(model=model, compare=True, documents=True, steps=4)
+    text = fixtures.load(tmp_path, used)
+    text.end = int(text.train.bincount().argmax())  # the text is one document: let its most frequent token end some
+    losses = {name: run.losses for name, run in train(used, text).runs.items()}
+    assert losses[OPS_MATH] == pytest.approx(losses[PLAIN], abs=1e-4)
+    run = Session(used, text).runs[OPS_MATH]
+    assert math.isfinite(run.validation_loss(text.validation()))
+    text.config = dataclasses.replace(used, documents=False)
+    whole = train(text.config, text).runs[PLAIN].losses
+    assert abs(whole[-1] - losses[PLAIN][-1]) > 1e-5, "a token that sees all of its sequence predicts otherwise"
 
 
 def test_runs_take_turns_in_mirrored_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import ops_math as om
 from ops_nn.adopt import adopt
-from ops_nn.data import pack_documents
+from ops_nn.data import pack_documents, split_rows
 from ops_nn.models import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 LLAMA = LlamaConfig(61, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
@@ -149,14 +149,14 @@ def distance(found, exact):
 
 @pytest.mark.parametrize("options", [{}, {"row_length": 32}], ids=str)
 @pytest.mark.parametrize("config", [LLAMA, dataclasses.replace(LLAMA, tie_word_embeddings=False), BERT], ids=["llama", "untied", "bert"])
-@pytest.mark.parametrize("ours", [False, True], ids=["plain", "ops"])
+@pytest.mark.parametrize("ours", ["plain", "ops", "packed"])
 def test_packed_documents_give_what_each_gives_alone(config, ours, options):
     """Logits and every gradient, within twice the error that the same model makes with each document alone, and a rounding."""
     texts = documents()
     exact_logits, exact = alone(model_of(config, torch.float64), config, texts)
     model = model_of(config)
-    if ours:
-        adopt(model)
+    if ours != "plain":
+        adopt(model, pack=ours == "packed")
     own_logits, own = alone(model, config, texts)
     logits, grads = together(model, config, texts, **options)
     rounding = 2 * torch.finfo(torch.float32).eps
@@ -197,3 +197,31 @@ def test_positions_that_run_on_change_a_model_with_a_table_of_positions():
         right = model(**inputs).logits
         wrong = model(**inputs | {"position_ids": torch.arange(11)[None]}).logits
     assert float((right - wrong).abs().max()) > 1e-3
+
+
+def test_rows_of_a_stream_are_split_where_documents_end():
+    ids = torch.tensor([[5, 6, 0, 7, 8, 9, 0, 3], [0, 4, 4, 4, 4, 4, 4, 4]])
+    batch = split_rows(ids, 0)
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0], [0, 0, 1, 2, 3, 4, 5, 6]]
+    assert batch.labels.tolist() == [[6, 0, -100, 8, 9, 0, -100, -100], [-100, 4, 4, 4, 4, 4, 4, -100]]
+    assert batch.cu_seqlens.tolist() == [0, 3, 7, 8, 9, 16, 16, 16, 16]
+    assert batch.max_seqlen == 8
+    assert [t.tolist() for t in batch.unpack(batch.input_ids)] == [[5, 6, 0], [7, 8, 9, 0], [3], [0], [4] * 7]
+    following = torch.full_like(ids, 1)
+    assert split_rows(ids, 0, labels=following).labels.tolist() == [[1, 1, -100, 1, 1, 1, -100, 1], [-100] + [1] * 7]
+
+
+ROWS = torch.zeros(2, 3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(("ids", "options", "name", "got"), [
+    (torch.zeros(3), {}, "input_ids", "shape [3] of torch.float32"),
+    (ROWS, {"labels": ROWS[:, :2]}, "labels", "shape [2, 2] of torch.int64"),
+    (ROWS[:0], {}, "input_ids", "shape [0, 3] of torch.int64"),
+    ([0], {}, "input_ids", "list"),
+])  # fmt: skip
+def test_rows_that_cannot_be_split_are_refused_in_words(ids, options, name, got):
+    with pytest.raises(om.ArgumentError) as error:
+        split_rows(ids, 0, **options)
+    needs = "a tensor [R, L] of integers, of one shape with input_ids"
+    assert str(error.value) == f"split_rows: {name} must be {needs}; got {got}. Pass rows of a stream of tokens."

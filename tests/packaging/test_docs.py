@@ -9,6 +9,7 @@ import pytest
 
 import ops_math
 import ops_nn.adopt
+import ops_nn.data
 import ops_nn.modules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +25,7 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
     assert "<strong>Precision:</strong>" in page
 
 
-@pytest.mark.parametrize("package", [ops_math, ops_nn.adopt, ops_nn.modules], ids=lambda package: package.__name__)
+@pytest.mark.parametrize("package", [ops_math, ops_nn.adopt, ops_nn.data, ops_nn.modules], ids=lambda package: package.__name__)
 def test_every_public_name_has_a_place_in_the_documentation(package):
     pages = "\n".join(file.read_text() for file in (ROOT / "docs").glob("*.md"))
     documented = set(re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE))

@@ -3,7 +3,7 @@
     PYTHONPATH=src:. python tools/gpu/everything.py --out build/gpu [--only suite,steps,optimizer,...] [--list]
 
 A command that fails or runs out of time is named, and the next one goes on. Rows are appended to `OUT/rows.jsonl`, to be looked at and then
-moved to benchmarks/results. About twelve minutes on an H200 with sixteen CPU cores.
+moved to benchmarks/results. About twenty minutes on an H200 with sixteen CPU cores.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ def jobs(rows: Path, out: Path) -> list[Job]:
     """In the order in which they should run: what must be right first."""
     workers = min(16, os.cpu_count() or 1)
     steps, alone = f"benchmarks/steps.py --results {rows}", "benchmarks/steps.py --table --no-gradients"
+    lengths = f"{steps} --no-gradients"
+    floor, unequal = f"{lengths} --floor", "ops,documents,padded,trimmed"
     calibrate = f"{CLI} calibrate --dtype bf16 --seconds 100"
     suite = "-m pytest tests src/ops_math -q -p no:cacheprovider --timeout 100 --tb=short"
     return [
@@ -45,6 +47,13 @@ def jobs(rows: Path, out: Path) -> list[Job]:
         Job("steps", "bert-large", f"{steps} --model bert-large --variants plain,ops", 150, 6),
         Job("steps", "llama-1b", f"{steps} --model llama-1b --variants plain,ops,packed", 150, 6),
         Job("steps", "llama-tiny", f"{steps} --model llama-tiny --variants plain,ops,packed,graphed --no-gradients", 90, 6),
+        Job("floor", "floor of llama-1b", f"{floor} --model llama-1b --variants plain,liger,packed,packed+graphed", 150, 8),
+        Job("floor", "floor of bert-large", f"{floor} --model bert-large --variants plain,liger,packed,packed+graphed", 150, 8),
+        Job("floor", "with our optimizer", f"{floor} --model llama-1b --variants plain,packed+adamw,packed+graphed+adamw", 150, 8),
+        Job("lengths", "llama-1b lengths", f"{lengths} --model llama-1b --variants plain,{unequal}", 150, 8),
+        Job("lengths", "bert-large lengths", f"{lengths} --model bert-large --variants plain,{unequal}", 150, 8),
+        Job("accumulate", "accumulate", f"tools/gpu/accumulate.py --results {rows}", 100, 4),
+        Job("random", "random shapes", f"benchmarks/random_shapes.py --seed 3 --results {rows}", 200, 60),
         Job("kernels", "bert-large alone", f"{alone} --model bert-large --variants ops", 90, 45),
         Job("kernels", "llama-1b alone", f"{alone} --model llama-1b --variants packed", 90, 45),
         Job("host", "host costs", "tools/gpu/host_costs.py", 60, 26),

@@ -127,6 +127,7 @@ class _Product(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.rule = rule
         ctx.dtypes = a.dtype, a.shape, w.dtype, None if b is None else b.dtype
+        (ctx.owner,) = products.owners_of((w,))
         return results
 
     @staticmethod
@@ -141,7 +142,7 @@ class _Product(torch.autograd.Function):
         da = dw = None
         if dbranch is not None:
             dy_MN = dbranch.view(-1, w.shape[0])
-            dw = products.weight_grad(dy_MN, a, w_dtype) if need_w else None
+            dw = products.weight_grad(dy_MN, a, w_dtype, ctx.owner) if need_w else None
             db = products.bias_grad(dy_MN, b_dtype) if need_b and not in_norm else db
             da = products.as_dtype(dy_MN @ w, a_dtype) if need_a else None
         if da is not None and ctx.form is not None:
@@ -184,7 +185,8 @@ class _GeluMlp(torch.autograd.Function):
         ctx.save_for_backward(*kept, *saved)
         ctx.set_materialize_grads(False)
         ctx.rule = rule
-        ctx.options = mlp_products.GeluMlp(x.dtype, w1.dtype, w2.dtype, None if b2 is None else b2.dtype, approximate, inner_p)
+        owners = products.owners_of((w1, b1, w2))
+        ctx.options = mlp_products.GeluMlp(x.dtype, w1.dtype, w2.dtype, None if b2 is None else b2.dtype, approximate, inner_p, owners)
         return results
 
     @staticmethod

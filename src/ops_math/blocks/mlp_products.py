@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from ops_math.blocks import pinned
 from ops_math.blocks.packed import packed_backward, packed_forward, packs
-from ops_math.blocks.products import Affine, as_dtype, bias_grad, cast, cast_weight, dtypes_of, product_dtype, rows, weight_grad
+from ops_math.blocks.products import Affine, as_dtype, bias_grad, cast, cast_weight, dtypes_of, owners_of, product_dtype, rows, weight_grad
 from ops_math.dispatch import apply, needs_grad, once_differentiable
 from ops_math.ops.dropout.op import OP as DROPOUT
 from ops_math.ops.glu.op import OP as GLU
@@ -34,7 +34,7 @@ class _GatedMlp(torch.autograd.Function):
         keep = x.device.type == "cpu"
         act, kept = GLU.fwd(gate, up, activation, "", keep, gate.dtype)
         ctx.save_for_backward(wide, gate, up, kept if keep else None, wg, wu, wd)
-        ctx.dtypes, ctx.x_dtype, ctx.activation = dtypes_of(affines), x.dtype, activation
+        ctx.dtypes, ctx.x_dtype, ctx.activation, ctx.owners = dtypes_of(affines), x.dtype, activation, owners_of(affines)
         return F.linear(act, wd, bd)
 
     @staticmethod
@@ -48,10 +48,10 @@ class _GatedMlp(torch.autograd.Function):
         dgate, dup, act = GLU.bwd(dact, gate, up, kept, ctx.activation, "", True, True, need_wd)
         del dact
         dgate, dup = rows(dgate), rows(dup)
-        dwd = weight_grad(dy_MN, rows(act), dtypes[4]) if need_wd else None
+        dwd = weight_grad(dy_MN, rows(act), dtypes[4], ctx.owners[2]) if need_wd else None
         dx = (dgate @ wg).addmm_(dup, wu).view(x.shape).to(ctx.x_dtype) if need_x else None
-        dwg = weight_grad(dgate, x_MK, dtypes[0]) if need_wg else None
-        dwu = weight_grad(dup, x_MK, dtypes[2]) if need_wu else None
+        dwg = weight_grad(dgate, x_MK, dtypes[0], ctx.owners[0]) if need_wg else None
+        dwu = weight_grad(dup, x_MK, dtypes[2], ctx.owners[1]) if need_wu else None
         dbg = bias_grad(dgate, dtypes[1]) if need_bg else None
         dbu = bias_grad(dup, dtypes[3]) if need_bu else None
         return dx, None, None, dwg, dbg, dwu, dbu, dwd, bias_grad(dy_MN, dtypes[5]) if need_bd else None
@@ -67,7 +67,7 @@ class _PackedGatedMlp(torch.autograd.Function):
         keep = x.device.type == "cpu"
         act, kept = GLU.fwd(gate_up, None, activation, "halves", keep, gate_up.dtype)
         ctx.save_for_backward(gate_up, kept if keep else None, wd, *saved)
-        ctx.down, ctx.activation = dtypes_of(affines[4:]), activation
+        ctx.down, ctx.activation, ctx.owners = dtypes_of(affines[4:]), activation, owners_of(affines[4:])
         return F.linear(act, wd, bd)
 
     @staticmethod
@@ -79,7 +79,7 @@ class _PackedGatedMlp(torch.autograd.Function):
         dact = (dy_MN @ wd).view(*gate_up.shape[:-1], wd.shape[1])
         dgate_up, _, act = GLU.bwd(dact, gate_up, None, kept, ctx.activation, "halves", True, False, need_wd)
         del dact
-        dwd = weight_grad(dy_MN, rows(act), ctx.down[0]) if need_wd else None
+        dwd = weight_grad(dy_MN, rows(act), ctx.down[0], ctx.owners[0]) if need_wd else None
         dx, *grads = packed_backward(ctx.options, saved, rows(dgate_up), (need_x, need_wg, need_bg, need_wu, need_bu))
         return dx, None, None, *grads, dwd, bias_grad(dy_MN, ctx.down[1]) if need_bd else None
 
@@ -100,7 +100,8 @@ def _dropped(act: torch.Tensor, state: torch.Tensor | None, p: float) -> torch.T
 
 
 class GeluMlp(NamedTuple):
-    """What the backward of `gelu_mlp` needs besides tensors: dtypes of x, of the weights and of the last bias, and the call's options."""
+    """What the backward of `gelu_mlp` needs besides tensors: dtypes of x, of the weights and of the last bias, the call's options, and the
+    weights themselves."""
 
     x_dtype: torch.dtype
     w1_dtype: torch.dtype
@@ -108,6 +109,7 @@ class GeluMlp(NamedTuple):
     b2_dtype: torch.dtype | None
     approximate: str
     p: float
+    owners: tuple[Any, ...] = (None, None)
 
 
 def gelu_mlp_forward(
@@ -133,9 +135,9 @@ def gelu_mlp_backward(
     dh, db1, act = GELU.bwd(dact, h, b1, options.approximate, True, need_b1, need_w2)
     del dact
     dh = rows(dh)
-    dw2 = weight_grad(dy_MN, rows(_dropped(act, state, options.p)), options.w2_dtype) if need_w2 else None
+    dw2 = weight_grad(dy_MN, rows(_dropped(act, state, options.p)), options.w2_dtype, options.owners[1]) if need_w2 else None
     dx = as_dtype((dh @ w1).view(x.shape), options.x_dtype) if need_x else None
-    dw1 = weight_grad(dh, x_MK, options.w1_dtype) if need_w1 else None
+    dw1 = weight_grad(dh, x_MK, options.w1_dtype, options.owners[0]) if need_w1 else None
     db2 = bias_grad(dy_MN, options.b2_dtype) if need_b2 and options.b2_dtype is not None else None
     return dx, dw1, db1 if need_b1 else None, dw2, db2
 
@@ -158,7 +160,8 @@ class _GeluMlp(torch.autograd.Function):
     ) -> torch.Tensor:
         out, saved = gelu_mlp_forward(x, dtype, approximate, state, p, (w1, b1), (w2, b2))
         ctx.save_for_backward(*saved)
-        ctx.options = GeluMlp(x.dtype, w1.dtype, w2.dtype, None if b2 is None else b2.dtype, approximate, p)
+        owners = owners_of((w1, b1, w2))
+        ctx.options = GeluMlp(x.dtype, w1.dtype, w2.dtype, None if b2 is None else b2.dtype, approximate, p, owners)
         return out
 
     @staticmethod

@@ -13,8 +13,19 @@ import torch
 import torch.nn.functional as F
 
 from ops_math import features
-from ops_math.blocks import casts, pinned
-from ops_math.blocks.products import Affine, as_dtype, bias_grad, cast_together, dtypes_of, product_dtype, products, rows, weight_grad
+from ops_math.blocks import accumulate, casts, pinned
+from ops_math.blocks.products import (
+    Affine,
+    as_dtype,
+    bias_grad,
+    cast_together,
+    dtypes_of,
+    owners_of,
+    product_dtype,
+    products,
+    rows,
+    weight_grad,
+)
 from ops_math.dispatch import apply, needs_grad, once_differentiable
 from ops_math.layout import adjoining, copied, dense
 from ops_math.ops.rope.op import Heads, check_packed
@@ -24,11 +35,12 @@ Tensor = torch.Tensor
 
 
 class Packed(NamedTuple):
-    """What the backward of a packed product needs besides tensors: dtypes of weights and biases in turn, of x, and the N_i."""
+    """What the backward of a packed product needs besides tensors: dtypes of weights and biases in turn, of x, the N_i, and the weights."""
 
     dtypes: tuple[Any, ...]
     x_dtype: torch.dtype
     rows: list[int]
+    owners: tuple[Any, ...]
 
 
 def packs(x: Tensor, affines: tuple[Affine, ...]) -> bool:
@@ -70,7 +82,7 @@ def packed_forward(x: Tensor, dtype: torch.dtype | None, affines: Sequence[Tenso
     wide = as_dtype(x, dtype)
     one, bias, shared = joined(dtype, affines)
     sizes = [w.shape[0] for w in affines[::2] if w is not None]
-    return F.linear(wide, one, bias), (wide, one, *shared), Packed(dtypes_of(tuple(affines)), x.dtype, sizes)
+    return F.linear(wide, one, bias), (wide, one, *shared), Packed(dtypes_of(tuple(affines)), x.dtype, sizes, owners_of(affines))
 
 
 def packed_backward(options: Packed, saved: Sequence[Tensor], dy_MN: Tensor, needs: Sequence[bool]) -> list[Any]:
@@ -78,7 +90,11 @@ def packed_backward(options: Packed, saved: Sequence[Tensor], dy_MN: Tensor, nee
     x, one, *_ = saved
     need_x, *needed = needs
     dx = as_dtype((dy_MN @ one).view(x.shape), options.x_dtype) if need_x else None
-    dws = weight_grad(dy_MN, rows(x), options.dtypes[0]).split(options.rows) if any(needed[::2]) else ()
+    dws: Sequence[Any] = ()
+    if all(needed[::2]) and accumulate.added_together(options.owners, dy_MN, rows(x), options.rows):
+        dws = (None,) * len(options.rows)
+    elif any(needed[::2]):
+        dws = weight_grad(dy_MN, rows(x), options.dtypes[0]).split(options.rows)
     dbs = bias_grad(dy_MN, options.dtypes[1]).split(options.rows) if any(needed[1::2]) else ()
     return [dx, *((dws, dbs)[i % 2][i // 2] if need else None for i, need in enumerate(needed))]
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ops_math import features
-from ops_math.blocks import casts, pinned
+from ops_math.blocks import accumulate, casts, pinned
 from ops_math.dispatch import apply, needs_grad, once_differentiable, store_dtype
 from ops_math.layout import copied
 from ops_math.spec import dtype_name
@@ -67,8 +67,11 @@ def rows(t: torch.Tensor) -> torch.Tensor:
     return t.reshape(-1, t.shape[-1])
 
 
-def weight_grad(dy_MN: torch.Tensor, x_MK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """dy^T x; an fp32 weight's gradient comes out of the product in fp32, unrounded, where the device can."""
+def weight_grad(dy_MN: torch.Tensor, x_MK: torch.Tensor, dtype: torch.dtype, owner: Any = None) -> Any:
+    """dy^T x; an fp32 weight's gradient comes out of the product in fp32, unrounded, where the device can. None where it was added to the
+    gradient of `owner`, the weight, at once."""
+    if owner is not None and accumulate.added(owner, dy_MN, x_MK):
+        return None
     if dtype == torch.float32 != dy_MN.dtype and not torch.compiler.is_compiling() and features.widens("mm", dy_MN.device):
         return features.aten("mm", "dtype")(dy_MN.t(), x_MK, dtype)
     return as_dtype(dy_MN.t() @ x_MK, dtype)
@@ -84,6 +87,12 @@ def dtypes_of(affines: tuple[torch.Tensor | None, ...]) -> tuple[Any, ...]:
     return tuple(None if t is None else t.dtype for t in affines)
 
 
+def owners_of(affines: Any) -> tuple[Any, ...]:
+    """The weights themselves, for `accumulate_into_grad`; none while tracing, where gradients are values."""
+    weights = tuple(affines)[::2]
+    return (None,) * len(weights) if torch.compiler.is_compiling() else weights
+
+
 class _Products(torch.autograd.Function):
     """y_i = x w_i^T + b_i for several i; saves x and the weights."""
 
@@ -91,7 +100,7 @@ class _Products(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype | None, *affines: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         wide, narrow = as_dtype(x, dtype), cast(affines, dtype)
         ctx.save_for_backward(wide, *narrow[::2])
-        ctx.dtypes, ctx.x_dtype = dtypes_of(affines), x.dtype
+        ctx.dtypes, ctx.x_dtype, ctx.owners = dtypes_of(affines), x.dtype, owners_of(affines)
         return tuple(F.linear(wide, w, b) for w, b in zip(narrow[::2], narrow[1::2], strict=True))
 
     @staticmethod
@@ -103,7 +112,7 @@ class _Products(torch.autograd.Function):
         grads: list[torch.Tensor | None] = []
         for i, (dy, weight) in enumerate(zip(dys, weights, strict=True)):
             dy_MN = rows(dy)
-            grads.append(weight_grad(dy_MN, x_MK, ctx.dtypes[2 * i]) if ctx.needs_input_grad[2 + 2 * i] else None)
+            grads.append(weight_grad(dy_MN, x_MK, ctx.dtypes[2 * i], ctx.owners[i]) if ctx.needs_input_grad[2 + 2 * i] else None)
             grads.append(bias_grad(dy_MN, ctx.dtypes[2 * i + 1]) if ctx.needs_input_grad[3 + 2 * i] else None)
             if ctx.needs_input_grad[0]:
                 dx_MK = dy_MN @ weight if dx_MK is None else dx_MK.addmm_(dy_MN, weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -178,9 +179,47 @@ def _laid_out(
         labels[at:end] = targets[document][first : first + count]
         positions[at:end] = torch.arange(count)
     starts += [end] if end < rows * length else []
-    longest = max(b - a for a, b in zip(starts, [*starts[1:], rows * length], strict=True))
-    ends = [*starts, rows * length]
-    ends += [rows * length] * (power_of_two(len(starts)) + 1 - len(ends))
-    bounds = torch.tensor(ends, dtype=torch.int32)
+    bounds, longest = _bounds(starts, rows * length)
     shape = rows, length
-    return PackedDocuments(ids.view(shape), labels.view(shape), positions.view(shape), bounds, power_of_two(longest), tuple(pieces))
+    return PackedDocuments(ids.view(shape), labels.view(shape), positions.view(shape), bounds, longest, tuple(pieces))
+
+
+def _bounds(starts: list[int], total: int) -> tuple[Tensor, int]:
+    """`cu_seqlens` with empty segments up to a power of two of them, and the longest segment rounded up to a power of two."""
+    longest = max(b - a for a, b in itertools.pairwise([*starts, total]))
+    filled = [*starts, *[total] * (power_of_two(len(starts)) + 1 - len(starts))]
+    return torch.tensor(filled, dtype=torch.int32), power_of_two(longest)
+
+
+def split_rows(input_ids: Tensor, end_id: int, *, labels: Tensor | None = None, ignore_index: int = IGNORE_INDEX) -> PackedDocuments:
+    """Where documents begin in rows cut from one stream of tokens, in which each document ends with a token of its own.
+
+    Args:
+        input_ids: [R, L] integers; a document that a row cuts in two is two.
+        end_id: the token that ends a document.
+        labels: [R, L], aligned with `input_ids`. None: the token that follows in the row, and none for the last.
+        ignore_index: label of what is not counted, among it the label of each `end_id`, which would belong to the next document.
+
+    Returns:
+        `PackedDocuments` with the tokens where they are, on the CPU.
+
+    Raises: ArgumentError for tensors of other shapes or of floating point, or without a token.
+    """
+    what = "split_rows"
+    for name, t in (("input_ids", input_ids), ("labels", labels)):
+        fits = t is None or (isinstance(t, Tensor) and not t.is_floating_point() and t.dim() == 2 and t.shape == input_ids.shape)
+        if not fits or (t is not None and not t.numel()):
+            got = f"shape {list(t.shape)} of {t.dtype}" if isinstance(t, Tensor) else type(t).__name__
+            fail(what, name, "a tensor [R, L] of integers, of one shape with input_ids", got, "Pass rows of a stream of tokens.")
+    ids = input_ids.cpu()
+    rows, length = ids.shape
+    ends = ids == end_id
+    begins = torch.ones_like(ends)
+    begins[:, 1:] = ends[:, :-1]
+    places = torch.arange(rows * length).view(rows, length)
+    firsts = torch.where(begins, places, 0).flatten().cummax(0).values.view(rows, length)
+    starts = places[begins].tolist()
+    targets = torch.cat([ids[:, 1:], ids.new_full((rows, 1), ignore_index)], 1) if labels is None else labels.cpu()
+    bounds, longest = _bounds(starts, rows * length)
+    pieces = tuple((n, 0, b - a, a) for n, (a, b) in enumerate(itertools.pairwise([*starts, rows * length])))
+    return PackedDocuments(ids, targets.masked_fill(ends, ignore_index), places - firsts, bounds, longest, pieces)

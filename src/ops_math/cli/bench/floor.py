@@ -21,7 +21,6 @@ from ops_math.cli.bench import floor_attention
 from ops_math.cli.bench.clock import Clock, Timed, race
 from ops_math.ops.cross_entropy.problem_linear import LinearCrossEntropyProblem
 from ops_math.spec import DTYPE_OF
-from ops_math.testing.capture import OpCall
 
 NAME = "floor"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::_addmm_activation")  # batched ones are attention's, which stands apart
@@ -84,12 +83,12 @@ class Least(NamedTuple):
 
 
 class _Seen(TorchDispatchMode):
-    """Counts matrix products, and keeps the calls of our operators."""
+    """Counts matrix products, and keeps the problems of our operators, whose tensors would fill the memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.products: Counter[Product] = Counter()
-        self.calls: list[OpCall] = []
+        self.posed: list[tuple[str, str, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
@@ -98,7 +97,7 @@ class _Seen(TorchDispatchMode):
             self.products[Product(func, tuple(_shaped(a) for a in args), named)] += 1
         elif name.startswith("ops_math::"):
             operator, _, phase = name.removeprefix("ops_math::").rpartition("_")
-            self.calls.append(OpCall(operator, phase, func, tuple(args)))
+            self.posed.append((operator, phase, catalog.operators()[operator].phases[phase].problem_of(*args)))
         return func(*args, **(kwargs or {}))
 
 
@@ -114,12 +113,11 @@ def seen(runner: Any) -> tuple[Counter[Product], list[tuple[str, str, Any]]]:
     with _Seen() as watched:
         runner.loss().backward()
     runner.optimizer.zero_grad(set_to_none=True)
-    posed = [(c.operator, c.phase, catalog.operators()[c.operator].phases[c.phase].problem_of(*c.args)) for c in watched.calls]
     products = watched.products
-    for operator, phase, problem in posed:
+    for operator, phase, problem in watched.posed:
         if operator == LOSS and phase == "fwd":
             products.update(loss_products(problem))
-    return products, [call for call in posed if call[0] not in (LOSS, ATTENTION)]
+    return products, [call for call in watched.posed if call[0] not in (LOSS, ATTENTION)]
 
 
 def loss_products(p: LinearCrossEntropyProblem) -> list[Product]:

@@ -48,6 +48,12 @@ def train(
         str | None,
         typer.Option(help="How ops-math's kernels multiply fp32 matrices: default, ieee or tf32.  [default: default]", show_default=False),
     ] = None,
+    documents: Annotated[
+        bool | None,
+        typer.Option(
+            "--documents/--no-documents", help="Let a token see its own document alone, not all of its sequence.", show_default=False
+        ),
+    ] = None,
     resume: Annotated[
         Path | None, typer.Option(help="A checkpoint, or the report folder of a run that was stopped.", show_default=False)
     ] = None,
@@ -64,14 +70,10 @@ def train(
         Console().print(model_table())
         return
     asked = {"model": model, "steps": steps, "batch": batch, "seq": seq, "seed": seed, "lr": lr, "device": device}
-    asked |= {"dtype": dtype, "precision": precision, "compare": compare}
-    resumed = None
-    if resume is not None:
-        path = checkpoint.find(resume)
-        state = checkpoint.read_state(path)
-        checkpoint.check_unfinished(path, state)
-        resumed = (path, state)
-        data = Path(state.data_path) if data is None and state.data_path is not None else data
+    asked |= {"dtype": dtype, "precision": precision, "compare": compare, "documents": documents}
+    resumed = None if resume is None else _unfinished(resume)
+    if resumed is not None and data is None and resumed[1].data_path is not None:
+        data = Path(resumed[1].data_path)
     config = resolve(asked, *(() if resumed is None else (resumed[1].config, str(resumed[0]))))
     folder = report_folder or (DEFAULT_REPORT if resumed is None else resumed[0].parent)
     with Display() as display:
@@ -82,3 +84,11 @@ def train(
         show_result(outcome, Console())
     if outcome.stopped:
         raise typer.Exit(INTERRUPTED)
+
+
+def _unfinished(given: Path) -> tuple[Path, checkpoint.State]:
+    """A checkpoint that can be gone on from, and its state."""
+    path = checkpoint.find(given)
+    state = checkpoint.read_state(path)
+    checkpoint.check_unfinished(path, state)
+    return path, state

@@ -34,6 +34,7 @@ class TrainConfig:
         dtype: `fp32`, or the autocast dtype `bf16` or `fp16`; parameters and optimizer state are fp32 in all three.
         precision: how fp32 matrix products multiply inside ops-math's kernels.
         compare: whether plain PyTorch and torch.compile are trained beside ops-math.
+        documents: whether a token sees its own document alone, with positions of its own, rather than all of its sequence.
     """
 
     model: str
@@ -46,6 +47,7 @@ class TrainConfig:
     dtype: str
     precision: str
     compare: bool
+    documents: bool = False
 
     @property
     def preset(self) -> Preset:
@@ -96,11 +98,11 @@ def resolve(asked: dict[str, Any], resumed: dict[str, Any] | None = None, origin
     """
     if resumed is not None:
         for name, value in asked.items():
-            if value is not None and value != resumed[name]:
+            if value is not None and value != resumed.get(name, False):
                 checks.fail(
                     COMMAND,
                     f"--{name}",
-                    f"{resumed[name]!r}, as in the checkpoint {origin}",
+                    f"{resumed.get(name, False)!r}, as in the checkpoint {origin}",
                     repr(value),
                     "Leave the option out to go on with that run, or start a new one without --resume.",
                 )
@@ -119,8 +121,9 @@ def resolve(asked: dict[str, Any], resumed: dict[str, Any] | None = None, origin
         "dtype": "fp32",
         "precision": "default",
         "compare": False,
+        "documents": False,
     }
-    config = TrainConfig(**{key: default if asked[key] is None else asked[key] for key, default in defaults.items()})
+    config = TrainConfig(**{key: default if asked.get(key) is None else asked[key] for key, default in defaults.items()})
     _check(config)
     return config
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ops_math import checks
 from ops_math.cli.train import corpus, tokenizer
 from ops_math.cli.train.config import COMMAND, TrainConfig
+from ops_nn.data import split_rows
 from ops_nn.models import IGNORE_INDEX
 
 MASKED_SHARE, REPLACED_BY_MASK, REPLACED_AT_RANDOM = 0.15, 0.8, 0.1
@@ -20,14 +21,23 @@ VALIDATION_BATCHES = 4
 
 
 class Batch(NamedTuple):
-    """What one step sees: `input_ids` and `labels`, both `[B, S]` int64; labels are aligned, -100 is not counted."""
+    """What one step sees: `input_ids` and `labels`, both `[B, S]` int64; labels are aligned, -100 is not counted.
+
+    Where documents are kept apart, `position_ids` `[B, S]` count from 0 in each and `cu_seqlens` says where each begins.
+    """
 
     input_ids: Tensor
     labels: Tensor
+    position_ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    def named(self) -> dict[str, Tensor]:
+        """What there is, by name."""
+        return {name: t for name, t in self._asdict().items() if t is not None}
 
     def to(self, device: torch.device) -> Batch:
         """On another device."""
-        return Batch(self.input_ids.to(device), self.labels.to(device))
+        return Batch(**{name: t.to(device) for name, t in self.named().items()})
 
 
 class MaskIds(NamedTuple):
@@ -46,13 +56,15 @@ class Data:
         held_out: `[T']` int64 tokens.
         config: batch, sequence length, seed; whether the model learns masked tokens.
         mask_ids: needed when it does.
+        end: id of the token that ends a document; needed where the configuration keeps documents apart.
         source: where the text is from, in words.
 
     Raises:
         ArgumentError: when there is not enough for one batch.
     """
 
-    def __init__(self, train: Tensor, held_out: Tensor, config: TrainConfig, mask_ids: MaskIds, source: str) -> None:
+    def __init__(self, train: Tensor, held_out: Tensor, config: TrainConfig, mask_ids: MaskIds, source: str, end: int = 0) -> None:
+        self.end = end
         self.train, self.held_out, self.config, self.mask_ids, self.source = train, held_out, config, mask_ids, source
         needed = config.tokens_per_step + 1
         if len(train) < needed or len(held_out) < 2:
@@ -91,9 +103,15 @@ class Data:
         return self.train[start : start + self.config.seq + 1]
 
     def _batch(self, rows: Tensor, purpose: str) -> Batch:
-        if not self.config.preset.masked:
-            return Batch(rows[:, :-1].clone(), rows[:, 1:].clone())
-        return mask_tokens(rows[:, :-1].clone(), self.mask_ids, generator(self.config.seed, purpose))
+        tokens, following = rows[:, :-1].clone(), rows[:, 1:].clone()
+        if self.config.preset.masked:
+            batch = mask_tokens(tokens, self.mask_ids, generator(self.config.seed, purpose))
+        else:
+            batch = Batch(tokens, following)
+        if not self.config.documents:
+            return batch
+        apart = split_rows(tokens, self.end, labels=batch.labels)
+        return Batch(batch.input_ids, apart.labels, apart.position_ids, apart.cu_seqlens)
 
 
 def mask_tokens(tokens: Tensor, ids: MaskIds, random: torch.Generator) -> Batch:
@@ -138,4 +156,4 @@ def load(path: Path | None, config: TrainConfig, cache: Path) -> Data:
     trained = tokenizer.train_or_load(train_texts, config.preset.config.vocab_size, cache)
     train = torch.tensor(tokenizer.encode(trained, train_texts), dtype=torch.int64)
     held_out = torch.tensor(tokenizer.encode(trained, [document.text for document in text.held_out]), dtype=torch.int64)
-    return Data(train, held_out, config, mask_ids(trained), text.source)
+    return Data(train, held_out, config, mask_ids(trained), text.source, tokenizer.token_id(trained, tokenizer.END))

@@ -77,7 +77,7 @@ class Run:
     def loss(self, batch: Batch) -> Tensor:
         """Forward of one batch; the loss, a scalar tensor with its graph."""
         with self.autocast():
-            loss: Tensor = self.forward(batch.input_ids, batch.labels).loss
+            loss: Tensor = self.forward(**batch.named()).loss
         return loss
 
     def step(self, batch: Batch, step: int) -> Tensor:
@@ -123,7 +123,7 @@ class Run:
         for batch in batches:
             tokens = int((batch.labels >= 0).sum())
             with self.autocast():
-                loss = self.model(*batch.to(self.device)).loss
+                loss = self.model(**batch.to(self.device).named()).loss
             total, counted = total + float(loss) * tokens, counted + tokens
         self.model.train()
         return total / counted

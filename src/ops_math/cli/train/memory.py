@@ -59,7 +59,7 @@ def measure_apart(name: str, config: TrainConfig, batch: Batch) -> Measurement:
     with tempfile.TemporaryDirectory(prefix="ops-math-memory-") as folder:
         spec, result = Path(folder, "spec.json"), Path(folder, "result.json")
         spec.write_text(json.dumps({"variant": name, "config": config.to_json()}))
-        save_file({"input_ids": batch.input_ids.cpu(), "labels": batch.labels.cpu()}, Path(folder, "batch.safetensors"))
+        save_file({name: t.cpu() for name, t in batch.named().items()}, Path(folder, "batch.safetensors"))
         # `-m` looks in the working folder first: the child finds the same ops_math wherever this one was imported from.
         sources = Path(__file__).parents[3]
         command = [sys.executable, "-m", __name__, str(spec), str(result)]
@@ -111,7 +111,7 @@ def cpu_peak_and_calls(run: Run, batch: Batch) -> tuple[int, int]:
         run.step(batch, WARMUP_STEPS)
     records = ((event.start_ns(), event.nbytes()) for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
     state = (value for record in run.optimizer.state.values() for value in record.values())
-    before = resident_bytes((*run.model.parameters(), *run.model.buffers(), *state, *batch))
+    before = resident_bytes((*run.model.parameters(), *run.model.buffers(), *state, *batch.named().values()))
     return before + highest_sum(records), outermost_operators(profile.events())
 
 
