@@ -344,12 +344,15 @@ class Trace:
         self.changed = False
 
 
-def _watched(honest: Launcher, faulty: Launcher, trace: Trace) -> Launcher:
+def watched(honest: Launcher, faulty: Launcher, trace: Trace) -> Launcher:
+    """The faulty launcher; the trace is told when its results differ from the honest one's."""
+
     def launcher(problem: Any, config: Any, *tensors: Any) -> Any:
         wrong = faulty(problem, config, *tensors)
         if not trace.changed:
             right = _tuple(honest(problem, config, *tensors))
-            trace.changed = any(not torch.equal(a, b) for a, b in zip(_tuple(wrong), right, strict=True))
+            pairs = [(a, b) for a, b in zip(_tuple(wrong), right, strict=True) if a is not None and b is not None]
+            trace.changed = any(not torch.equal(a, b) for a, b in pairs)
         return wrong
 
     return launcher
@@ -361,7 +364,7 @@ def planted(operator: Operator, implementation: str, fault: Fault) -> Iterator[T
     target = next(i for i in operator.implementations() if i.name == implementation)
     honest = target.launcher(fault.phase)
     trace = Trace()
-    target.replaced[fault.phase] = _watched(honest, fault.wrap(honest), trace)
+    target.replaced[fault.phase] = watched(honest, fault.wrap(honest), trace)
     operator.forget()
     try:
         yield trace
