@@ -11,7 +11,7 @@ from ops_math.blocks.recognise import PartReport, part_of
 from ops_math.blocks.residual import residual_attention, residual_mlp, residual_norm
 from ops_math.blocks.streams import Narrowed, Unsummed
 from ops_math.catalog import public_functions as _public_functions
-from ops_math.checks import ArgumentError, BudgetError, UnsupportedError
+from ops_math.checks import ArgumentError, BudgetError, UnsupportedError, VerificationError
 from ops_math.debug import debug
 from ops_math.debug import observed as _observed
 from ops_math.graphs import GraphedStep, graphed_step
@@ -26,6 +26,7 @@ from ops_math.ops.layer_norm.op import add_layer_norm, layer_norm
 from ops_math.ops.rms_norm.op import add_rms_norm, rms_norm
 from ops_math.ops.rope.op import rope, rope_qkv
 from ops_math.ops.softmax.op import softmax
+from ops_math.registered import RegisteredOperator, register, unregister
 from ops_math.rng import Rng
 from ops_math.schedule import calibrate
 from ops_math.settings import active as is_enabled
@@ -41,9 +42,11 @@ __all__ = [
     "Narrowed",
     "Packing",
     "PartReport",
+    "RegisteredOperator",
     "Rng",
     "Unsummed",
     "UnsupportedError",
+    "VerificationError",
     "__version__",
     "adamw",
     "add_layer_norm",
@@ -70,6 +73,7 @@ __all__ = [
     "pack_weights",
     "part_of",
     "precision",
+    "register",
     "reset_stats",
     "residual_attention",
     "residual_mlp",
@@ -82,6 +86,7 @@ __all__ = [
     "stats",
     "swiglu",
     "swiglu_packed",
+    "unregister",
 ]
 
 for _name in _public_functions():  # `om.debug` sees calls of the public operators; off, it costs one test of an attribute

@@ -19,6 +19,7 @@ NUDGE = 2.0**-24
 
 
 def widened(t: torch.Tensor) -> torch.Tensor:
+    """Float64."""
     return t.to(torch.float64)
 
 

@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 from ops_math.spec import Call
 from ops_math.testing.faults import Fault, Trace, on_problem, watched
 
+_named_tuple: Callable[..., Any] = namedtuple  # whose fields are the call's own, which no type checker can know
+
 
 class _Plan(NamedTuple):
     """A call taken apart: where its tensors go, and what else it was given."""
@@ -104,11 +106,11 @@ def planted_in(op: Callable[..., Any], fault: Fault, trace: Trace) -> Callable[.
     kept = _kept(fault)
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
-        items = [*enumerate(args), *kwargs.items()]
+        items: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         places = tuple(k for k, v in items if isinstance(v, torch.Tensor))
         tensors = [v for _, v in items if isinstance(v, torch.Tensor)]
         given = {f"arg{k}" if isinstance(k, int) else k: v for k, v in items if isinstance(v, int | float) or v is None}
-        kind = namedtuple("Numbers", ["shapes", *given])  # type: ignore[misc]
+        kind = _named_tuple("Numbers", ("shapes", *given))
         shapes = tuple((tuple(t.shape), str(t.dtype)) for t in tensors)
         learning = tuple(i for i, t in enumerate(tensors) if t.requires_grad)
         plan = _Plan(op, Call(args, kwargs), places, kind(shapes, **given), kept, trace, learning)
@@ -134,7 +136,8 @@ def number_faults(calls: list[Call]) -> tuple[Fault, ...]:
     """Faults of the numbers and options that these calls were given: each number ten times too large, each option turned around."""
     found: dict[str, Fault] = {}
     for call in calls:
-        for key, value in [*enumerate(call.args), *call.kwargs.items()]:
+        items: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
+        for key, value in items:
             name = f"arg{key}" if isinstance(key, int) else key
             if isinstance(value, bool):
                 found[name] = Fault(f"option {name} turned around", "fwd", on_problem(name, lambda v: not v))

@@ -44,8 +44,7 @@ def values(judge: CallJudge) -> Iterator[Wrong]:
         if i not in judge.first.differentiable:
             yield Wrong("values", f"out{i}", "has no graph: every gradient through it would be lost without an error")
     seen: dict[str, tuple[float, Wrong]] = {}
-    for seed in SEEDS:
-        result = judge.run(seed)
+    for seed, result in judge.runs.items():
         for broken in judge.budget.broken(result.values, judge.oracles[seed].values):
             i = result.names.index(broken.output)
             share = broken.share if broken.share == broken.share else math.inf
@@ -62,8 +61,11 @@ def bias(judge: CallJudge) -> Iterator[Wrong]:
     """Rounding errors of 16-bit results are as often up as down, and as often away from zero as towards it."""
     if UNIT[judge.rounded] <= UNIT[torch.float32]:
         return
-    runs = [(judge.run(s), judge.yardsticks[s], judge.oracles[s]) for s in SEEDS]
+    runs = [(judge.runs[s], judge.yardsticks[s], judge.oracles[s]) for s in SEEDS]
+    wrong = {broken.output for broken in judge.verdict()}  # whose errors are not rounding
     for i, name in enumerate(runs[0][0].names):
+        if name in wrong:
+            continue
         dtype, elements = runs[0][0].values[i].dtype, runs[0][0].values[i].numel()
         if elements < FEW or UNIT[dtype] <= UNIT[torch.float32]:
             continue
@@ -107,7 +109,9 @@ def layouts(judge: CallJudge) -> Iterator[Wrong]:
         except REFUSED as error:
             yield Wrong("refuses", "", f"{whose} expanded: {in_one_line(error)}")
             continue
-        yield from _differing(f"{whose} expanded", copied, stretched, 4 * UNIT[judge.rounded], "with stride 0, as `.sum().backward()` gives")
+        yield from _differing(
+            f"{whose} expanded", copied, stretched, 4 * UNIT[judge.rounded], "with stride 0, as `.sum().backward()` gives"
+        )
 
 
 def first_row_expanded(t: torch.Tensor) -> torch.Tensor:
@@ -215,7 +219,8 @@ def _kept(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]
 def alone(judge: CallJudge) -> Iterator[Wrong]:
     """An input that alone needs a gradient gets the one that it gets beside the others."""
     call = judge.call(SEEDS[0])
-    learning = [k for k, v in [*enumerate(call.args), *call.kwargs.items()] if is_floating(v) and k not in judge.case.frozen]
+    items: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
+    learning = [k for k, v in items if is_floating(v) and k not in judge.case.frozen]
     for key in learning if len(learning) > 1 else []:
         case = judge.case._replace(frozen=(*judge.case.frozen, *(k for k in learning if k != key)))
         only = CallJudge.run(_Frozen(judge, case), SEEDS[0])  # type: ignore[arg-type]

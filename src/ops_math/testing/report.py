@@ -69,9 +69,14 @@ class Report(NamedTuple):
     skipped: tuple[str, ...]
 
     @property
+    def judged(self) -> bool:
+        """Whether there was anything to judge."""
+        return any(count for _, count in self.tried) or bool(self.findings)
+
+    @property
     def ok(self) -> bool:
-        """Whether nothing is wrong and no planted fault lived."""
-        return not self.findings and not self.alive
+        """Whether something was judged, nothing is wrong, and no planted fault lived."""
+        return self.judged and not self.findings and not self.alive
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain data."""
@@ -95,6 +100,10 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         who = self.name + (f" ({self.implementation})" if self.implementation else "")
         total = sum(count for _, count in self.tried)
+        if not self.judged:
+            return f"{who} on {self.device} in {', '.join(self.dtypes)}: nothing could be judged" + "".join(
+                f"\nskipped {t}" for t in self.skipped
+            )
         lines = [f"{who} on {self.device} in {', '.join(self.dtypes)}: {'right' if self.ok else 'WRONG'} ({total} checks)"]
         lines.append("tried   " + ", ".join(f"{name} {count}x" for name, count in self.tried))
         lines += [f"margin  {m.share:6.2f} of its limit  {STATISTICS[k]}: {m.where}" for k, m in self.margins]

@@ -35,8 +35,10 @@ class Family(NamedTuple):
         chosen = {**dict(self.sizes), **sizes}
         text = ", ".join(f"{k}={v}" for k, v in chosen.items())
         name = ", ".join(part for part in (self.name, text, "" if temper == "plain" else temper, label) if part)
-        case = Case(name, "", lambda d: TEMPERS[temper](as_call(self.make(d, **chosen))), temper, self.frozen, self.dtypes, True, self.looser)
-        return Posed(case, self, tuple(chosen.items()), temper)
+        case = Case(
+            name, "", lambda d: TEMPERS[temper](as_call(self.make(d, **chosen))), temper, self.frozen, self.dtypes, True, self.looser
+        )
+        return Posed(case, self, tuple(chosen.items()), temper, label)
 
 
 class Posed(NamedTuple):
@@ -46,6 +48,12 @@ class Posed(NamedTuple):
     family: Family
     sizes: tuple[tuple[str, int], ...]
     temper: str
+    label: str = ""
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether its sizes are the author's, or those with a name: all odd, many rows."""
+        return bool(self.label) or self.sizes == self.family.sizes
 
     def sized(self, sizes: Mapping[str, int]) -> Posed:
         """The same in other sizes."""
@@ -110,6 +118,8 @@ TEMPERS: dict[str, Callable[[Call], Call]] = {
     "fp32 vectors": _wide_vectors,
 }
 
+MANY_ROWS = ("plain", "large vectors", "fp32 vectors")  # tempers that are worth trying with many rows too
+
 
 def families(inputs: Any, frozen: Sequence[int | str] = ()) -> tuple[Family, ...]:
     """Families of whatever a user passes as inputs: a function of a draw, several in a mapping or a sequence, or `Case`s.
@@ -137,30 +147,31 @@ def _family(name: str, made: Any, frozen: tuple[int | str, ...]) -> Family:
     return Family(name or ("" if own == "<lambda>" else own), made, sizes, frozen)
 
 
-def posed(family: Family) -> list[Posed]:
+def posed(family: Family, tempers: Sequence[str]) -> list[Posed]:
     """Every case of a family that `verify` tries: as it is, in each temper, in hostile sizes one at a time, and with many rows."""
-    found = [family.case({}, temper) for temper in TEMPERS]
+    found = [family.case({}, temper) for temper in ("plain", *tempers)]
     for name, usual in family.sizes:
         found += [family.case({name: n}) for n in HOSTILE_SIZES if n != usual]
     if family.sizes:
-        found.append(family.case({n: 2 * usual // 3 | 1 for n, usual in family.sizes}, label="all odd"))
+        found.insert(1, family.case({n: 2 * usual // 3 | 1 for n, usual in family.sizes}, label="all odd"))
         first, usual = family.sizes[0]
-        found += [family.case({first: max(MANY, usual)}, temper) for temper in ("plain", "large vectors", "fp32 vectors")]
+        found += [family.case({first: max(MANY, usual)}, temper, "many rows") for temper in ("plain", *tempers) if temper in MANY_ROWS]
     return found
+
+
+_ATEN = torch.ops.aten
+PRODUCTS = {_ATEN.mm.default: 0, _ATEN.bmm.default: 0, _ATEN.addmm.default: 1, _ATEN.baddbmm.default: 1}  # where their two matrices begin
 
 
 class NarrowProducts(TorchDispatchMode):
     """Rounds the operands of matrix products to a storage dtype, as tensor cores take them, in forward and backward."""
-
-    PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.bmm.default: 0, torch.ops.aten.addmm.default: 1}
-    PRODUCTS[torch.ops.aten.baddbmm.default] = 1
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first = self.PRODUCTS.get(func)
+        first = PRODUCTS.get(func)
         if first is not None:
             args = (*args[:first], *(t.to(self.dtype).to(t.dtype) for t in args[first : first + 2]), *args[first + 2 :])
         return func(*args, **(kwargs or {}))
@@ -196,7 +207,8 @@ class CallJudge:
         self.rounded = DTYPE_OF[dtype]
         self.oracles = {seed: self.oracle(seed, differentiable=None) for seed in SEEDS}
         self.differentiable = self.oracles[SEEDS[0]].differentiable
-        self.first = self.run(SEEDS[0])
+        self.runs = {seed: self.run(seed) for seed in SEEDS}
+        self.first = self.runs[SEEDS[0]]
         self.dtypes = [o.dtype for o in self.first.outputs]
         self.yardsticks = {seed: self._yardstick(seed) for seed in SEEDS}
         moved = [self.oracle(seed, nudged, self.differentiable) for seed in SEEDS]
@@ -211,7 +223,9 @@ class CallJudge:
     def run(self, seed: int, op: Callable[..., Any] | None = None, **options: Any) -> Result:
         """One forward and backward of the function, or of another in its place."""
         chosen = op or self.subject.op
-        return run(lambda *a, **k: floating_outputs(chosen(*a, **k)), self.call(seed), self.case.frozen, seed=seed, rounded=self.rounded, **options)
+        return run(
+            lambda *a, **k: floating_outputs(chosen(*a, **k)), self.call(seed), self.case.frozen, seed=seed, rounded=self.rounded, **options
+        )
 
     def oracle(
         self, seed: int, change: Callable[[torch.Tensor], torch.Tensor] = widened, differentiable: Sequence[int] | None = None
@@ -236,7 +250,8 @@ class CallJudge:
 
     def errors(self, seeds: Sequence[int] = SEEDS, op: Callable[..., Any] | None = None) -> list[Broken]:
         """Every statistic on these seeds, with its limit."""
-        return [e for s in seeds for e in self.budget.errors(self.run(s, op).values, self.oracles[s].values)]
+        runs = self.runs if op is None else {s: self.run(s, op) for s in seeds}
+        return [e for s in seeds for e in self.budget.errors(runs[s].values, self.oracles[s].values)]
 
     def verdict(self, seeds: Sequence[int] = SEEDS, op: Callable[..., Any] | None = None) -> list[Broken]:
         """Every limit that is passed on these seeds."""
