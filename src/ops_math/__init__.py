@@ -12,7 +12,7 @@ from ops_math.blocks.recognise import PartReport, part_of
 from ops_math.blocks.residual import residual_attention, residual_mlp, residual_norm
 from ops_math.blocks.streams import Narrowed, Unsummed
 from ops_math.catalog import public_functions as _public_functions
-from ops_math.checks import ArgumentError, BudgetError, UnsupportedError
+from ops_math.checks import ArgumentError, BudgetError, UnsupportedError, VerificationError
 from ops_math.debug import debug
 from ops_math.debug import observed as _observed
 from ops_math.graphs import GraphedStep, graphed_step
@@ -29,6 +29,7 @@ from ops_math.ops.rms_norm.op import add_rms_norm, rms_norm
 from ops_math.ops.rope.op import rope, rope_qkv
 from ops_math.ops.softmax.op import softmax
 from ops_math.recompute import recompute_norms
+from ops_math.registered import RegisteredOperator, register, unregister
 from ops_math.repeatable import Determinism, DeterminismWarning, determinism
 from ops_math.rng import Rng
 from ops_math.schedule import calibrate
@@ -48,9 +49,11 @@ __all__ = [
     "Narrowed",
     "Packing",
     "PartReport",
+    "RegisteredOperator",
     "Rng",
     "Unsummed",
     "UnsupportedError",
+    "VerificationError",
     "__version__",
     "accumulate_into_grad",
     "adamw",
@@ -80,6 +83,7 @@ __all__ = [
     "part_of",
     "precision",
     "recompute_norms",
+    "register",
     "reset_stats",
     "residual_attention",
     "residual_mlp",
@@ -92,6 +96,7 @@ __all__ = [
     "stats",
     "swiglu",
     "swiglu_packed",
+    "unregister",
 ]
 
 for _name in _public_functions():  # `om.debug` sees calls of the public operators; off, it costs one test of an attribute

@@ -26,7 +26,7 @@ CATALOG: tuple[tuple[str, str], ...] = (
 
 @lru_cache(maxsize=1)
 def operators() -> dict[str, Operator]:
-    """Every operator by name."""
+    """Every operator by name; those of `om.register` join this dictionary."""
     return {name: importlib.import_module(module).OP for name, module in CATALOG}
 
 

@@ -246,3 +246,12 @@ def attention_mask(operator: str, mask: Any) -> None:
     if mask.dtype != torch.bool and mask.dtype not in DTYPE_NAME:
         do = "Pass mask.bool() if 1 means that a key may be seen; an additive mask holds 0 and -inf in a floating dtype."
         fail(operator, "mask", "boolean (True where a key may be seen) or floating point (added to the scores)", dtype_name(mask.dtype), do)
+
+
+class VerificationError(RuntimeError):
+    """An operator that verification found wrong. The message is the report."""
+
+
+def unproved(what: str, report: str) -> NoReturn:
+    """Raise a `VerificationError`."""
+    raise VerificationError(f"{what}: verification found it wrong.\n{report}\nMend it, or narrow what it accepts.")

@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ops": (*FOUNDATION, "backends", "schedule", "layout", "precision", "profiling", "dispatch", "rng", "recompute"),
     "blocks": (*FOUNDATION, "backends", "schedule", "layout", "precision", "dispatch", "rng", "recompute", "ops", "debug"),
     "_version": (),
+    "registered": (*FOUNDATION, "backends", "schedule", "dispatch", "catalog", "testing"),
     "live_budget": (*FOUNDATION, "testing"),
     "debug": (*FOUNDATION, "dispatch", "catalog", "rng", "live_budget"),
     "testing": (*FOUNDATION, "backends", "schedule", "layout", "precision", "dispatch", "rng"),

@@ -47,10 +47,40 @@ def test_a_wrong_scale_of_each_row_fails():
     assert "rows" in {b.statistic for b in budget().broken([y], [r])}
 
 
+def test_a_weight_rounded_once_more_fails_by_columns_though_no_other_statistic_sees_it():
+    def narrowed(seed, rounded):
+        g = torch.Generator().manual_seed(seed)
+        x, w = torch.randn(600, 48, generator=g, dtype=torch.float64), torch.randn(48, generator=g, dtype=torch.float64)
+        return x * w, (x * (w.to(torch.bfloat16).double() if rounded else w)).to(torch.bfloat16)
+
+    pairs = [narrowed(s, False) for s in (1, 2, 3)]
+    b = Budget([(r,) for r, _ in pairs], [(e,) for _, e in pairs], [(r,) for r, _ in pairs], ["y"])
+    for seed in range(10, 20):
+        r, y = narrowed(seed, False)
+        assert b.broken([y], [r]) == []
+        r, y = narrowed(seed, True)
+        assert "columns" in {broken.statistic for broken in b.broken([y], [r])}
+
+
+@pytest.mark.parametrize(("place", "statistic"), [((3, slice(None)), "row"), ((slice(None), 5), "column")])
+def test_one_row_or_one_column_off_by_a_percent_fails(place, statistic):
+    r, y = honest(9)
+    y = y.double()
+    y[place] *= 1.01
+    assert statistic in {b.statistic for b in budget().broken([y.to(torch.bfloat16)], [r])}
+
+
+def test_an_error_is_stated_as_a_share_of_its_limit():
+    r, y = honest(11)
+    shares = {e.statistic: e.share for e in budget().errors([y], [r])}
+    assert set(shares) == {"max", "l2", "gain", "rows", "columns", "row", "column"}
+    assert all(0 < share < 1 for share in shares.values())
+
+
 def test_nan_fails_everything_and_a_wrong_shape_fails():
     r, y = honest(8)
     y[0, 0] = float("nan")
-    assert len(budget().broken([y], [r])) == 4
+    assert {b.statistic for b in budget().broken([y], [r])} == {"max", "l2", "gain", "rows", "columns", "row", "column"}
     assert [b.statistic for b in budget().broken([y[:, :5]], [r])] == ["shape"]
 
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "explain": "ops_math.cli.explain:explain",
     "bench": "ops_math.cli.bench.command:bench",
     "compare": "ops_math.cli.compare:compare",
+    "verify": "ops_math.cli.verify:verify",
     "replay": "ops_math.cli.compare:replay",
     "selfcheck": "ops_math.cli.selfcheck:selfcheck",
 }

@@ -66,6 +66,11 @@ def register(operator: Operator) -> None:
     LIVE.operators[operator.name] = operator
 
 
+def forget_operator(name: str) -> None:
+    """Take an operator out again."""
+    LIVE.operators.pop(name, None)
+
+
 def changed() -> None:
     """Drop everything that was derived from the record."""
     LIVE.records.clear()

@@ -7,6 +7,8 @@
 | gain | abs(<e, r>) / <r, r> | a wrong scale: rounding averages out, a scale does not |
 | rows | rms over rows k of <e_k, r_k> / <r_k, r_k> | a wrong scale of each row, e.g. a rounded statistic |
 
+Outputs with enough rows and columns are held to those of `lanes` too, which see a single row or column.
+
 Each is held to a factor times the same statistic of the eager implementation in the same dtype, plus a floor from the rounding of
 the store, plus what the oracle itself moves when its inputs move by one unit of the accumulating dtype (conditioning).
 """
@@ -19,6 +21,8 @@ from typing import NamedTuple
 
 import torch
 
+from ops_math.testing import lanes
+
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 FACTOR = {"max": 2.0, "l2": 1.5, "gain": 4.0, "rows": 3.0}
 # Where results are stored in the dtype of accumulation the orders of sums differ, and faults are a thousand times larger.
@@ -26,6 +30,7 @@ FACTOR_WIDE = {"max": 4.0, "l2": 4.0, "gain": 4.0, "rows": 4.0}
 FACTOR_FEW = 4.0  # outputs with too few elements for an average
 FEW = 64
 ROW = 16  # shortest row that is worth a statistic of its own
+WORST = ("max", "row", "column")  # of these the largest of several draws counts, of the others the rms
 TINY = 1e-30
 # An output this much smaller than the call's largest is a sum that cancels exactly; what remains is rounding noise of the summands, so
 # only its size is held, to CANCELLED or eight units of its dtype, whichever is larger, of the call's largest output.
@@ -40,6 +45,11 @@ class Broken(NamedTuple):
     statistic: str
     value: float
     limit: float
+
+    @property
+    def share(self) -> float:
+        """The error as a share of its limit; NaN where one of them is."""
+        return self.value / self.limit if self.limit else (0.0 if not self.value else math.inf)
 
     def __str__(self) -> str:
         return f"{self.output}: {self.statistic} error {self.value:.3g} passes its limit {self.limit:.3g}"
@@ -100,6 +110,15 @@ def floors(r: torch.Tensor, dtype: torch.dtype) -> dict[str, float]:
     return found
 
 
+def _all_statistics(y: torch.Tensor, r: torch.Tensor) -> dict[str, float]:
+    """Those of the output as a whole, and those of its lanes."""
+    return {**statistics(y, r), **lanes.statistics(*_error(y, r))}
+
+
+def _all_floors(r: torch.Tensor, dtype: torch.dtype) -> dict[str, float]:
+    return {**floors(r, dtype), **lanes.floors(_error(r, r)[1], UNIT[dtype])}
+
+
 def _rms(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return {k: math.sqrt(sum(x[k] ** 2 for x in rows) / len(rows)) for k in rows[0]}
 
@@ -141,24 +160,30 @@ class Budget:
     @staticmethod
     def _limit(r: list[torch.Tensor], e: list[torch.Tensor], n: list[torch.Tensor], looser: dict[str, float]) -> dict[str, float]:
         dtype = e[0].dtype
-        eager = [statistics(a, b) for a, b in zip(e, r, strict=True)]
-        moved = _rms([statistics(a, b) for a, b in zip(n, r, strict=True)])
-        floor = _top([floors(b, dtype) for b in r])
+        eager = [_all_statistics(a, b) for a, b in zip(e, r, strict=True)]
+        moved = _rms([_all_statistics(a, b) for a, b in zip(n, r, strict=True)])
+        floor = _top([_all_floors(b, dtype) for b in r])
         few = len(floor) == 1
-        factor = FACTOR_WIDE if UNIT[dtype] <= UNIT[torch.float32] else FACTOR
-        base = {**_rms(eager), "max": _top(eager)["max"]}
+        wide = UNIT[dtype] <= UNIT[torch.float32]
+        factor = {**FACTOR_WIDE, **lanes.FACTOR_WIDE} if wide else {**FACTOR, **lanes.FACTOR}
+        top = _top(eager)
+        base = {**_rms(eager), **{k: top[k] for k in WORST if k in top}}
         return {k: looser.get(k, 1.0) * ((FACTOR_FEW if few else factor[k]) * base[k] + floor[k] + 8 * moved[k]) for k in floor}
 
-    def broken(self, values: Sequence[torch.Tensor], oracle: Sequence[torch.Tensor]) -> list[Broken]:
-        """Every limit that these outputs pass. NaN passes all."""
+    def errors(self, values: Sequence[torch.Tensor], oracle: Sequence[torch.Tensor]) -> list[Broken]:
+        """Every statistic of these outputs with its limit, whether it passes it or not; a wrong shape stands for all of an output's."""
         found = []
         for name, y, r, limit in zip(self.names, values, oracle, self.limits, strict=True):
             if y.shape != r.shape:
-                found.append(Broken(name, "shape", float(y.dim()), float(r.dim())))
+                found.append(Broken(name, "shape", float(y.dim()), float("nan")))
                 continue
             if "size" in limit:
                 seen = {"size": y.abs().max().item() / _largest(oracle)}
             else:
-                seen = statistics(y, r) if limit else {}
-            found += [Broken(name, k, seen[k], limit[k]) for k in limit if not seen[k] <= limit[k]]
+                seen = _all_statistics(y, r) if limit else {}
+            found += [Broken(name, k, seen[k], limit[k]) for k in limit]
         return found
+
+    def broken(self, values: Sequence[torch.Tensor], oracle: Sequence[torch.Tensor]) -> list[Broken]:
+        """Every limit that these outputs pass. NaN passes all."""
+        return [one for one in self.errors(values, oracle) if not one.value <= one.limit]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -311,10 +311,18 @@ def check_shared(operator: Operator, case: Case, dtype: str, device: str = "cpu"
 
 
 def surviving_faults(
-    operator: Operator, dtype: str, faults: tuple[Fault, ...] = FAULTS, implementation: str = "eager", device: str = "cpu"
+    operator: Operator,
+    dtype: str,
+    faults: tuple[Fault, ...] = FAULTS,
+    implementation: str = "eager",
+    device: str = "cpu",
+    cases: Sequence[Case] | None = None,
 ) -> tuple[list[str], list[str]]:
-    """(faults that no case caught, faults that were caught). A fault that changes no result anywhere counts as neither."""
-    cases = [c for c in operator.file("problem").CASES if dtype in c.dtypes]
+    """(faults that no case caught, faults that were caught). A fault that changes no result anywhere counts as neither.
+
+    `cases` are those that the implementation can run; by default all of the dtype.
+    """
+    cases = [c for c in (operator.file("problem").CASES if cases is None else cases) if dtype in c.dtypes]
     for case in cases:  # the yardstick must be measured before anything is planted in it
         judge_for(operator, case, dtype, device)
     alive, caught = [], []

@@ -18,11 +18,12 @@ SEEDS = (1, 2, 3)
 NUDGE = 2.0**-24
 
 
-def _widen(t: torch.Tensor) -> torch.Tensor:
+def widened(t: torch.Tensor) -> torch.Tensor:
+    """Float64."""
     return t.to(torch.float64)
 
 
-def _nudge(t: torch.Tensor) -> torch.Tensor:
+def nudged(t: torch.Tensor) -> torch.Tensor:
     """Float64, moved by one unit of fp32 up or down, element by element."""
     generator = torch.Generator().manual_seed(7)
     sign = torch.randint(0, 2, t.shape, generator=generator).to(torch.float64).to(t.device) * 2 - 1
@@ -46,7 +47,7 @@ class Judge:
         eagers = [self.run(seed, "eager") for seed in SEEDS]
         self.differentiable = eagers[0].differentiable
         self.oracles = {seed: self.oracle(seed) for seed in SEEDS}
-        moved = [self.oracle(seed, _nudge) for seed in SEEDS]
+        moved = [self.oracle(seed, nudged) for seed in SEEDS]
         oracles = [self.oracles[s].values for s in SEEDS]
         self.budget = Budget(oracles, [e.values for e in eagers], [m.values for m in moved], eagers[0].names, dict(case.looser))
 
@@ -59,7 +60,7 @@ class Judge:
         with settings.force(**{self.operator.name: implementation}):
             return run(self.public, self.call(seed), self.case.frozen, seed=seed, rounded=DTYPE_OF[self.dtype], **options)
 
-    def oracle(self, seed: int, change: Callable[[torch.Tensor], torch.Tensor] = _widen) -> Result:
+    def oracle(self, seed: int, change: Callable[[torch.Tensor], torch.Tensor] = widened) -> Result:
         """The reference in float64 with autograd's gradients."""
         return run(
             self.reference,

@@ -147,6 +147,7 @@ CASES = (
     Case("mean, recomputed", "linear_cross_entropy", _simple(37, 48, 320, ignored=0.2, recompute=True)),
     Case("sum, recomputed", "linear_cross_entropy", _simple(21, 32, 130, reduction="sum", recompute=True)),
     Case("none, three dimensions", "linear_cross_entropy", _named((3, 7), lambda d: d.ints(96, 3, 7), reduction="none")),
+    Case("none, few classes", "linear_cross_entropy", _simple(640, 32, 24, reduction="none")),
     Case("one class", "linear_cross_entropy", _simple(5, 16, 1, reduction="none")),
     Case("31 classes", "linear_cross_entropy", _simple(130, 33, 31, ignored=0.1)),
     Case("4001 classes", "linear_cross_entropy", _simple(7, 24, 4001)),

@@ -67,6 +67,12 @@ CASES = (
         "bias cancels the input", "gelu", lambda d: Call((d.normal(40, 64, offset=8.0), d.normal(64, offset=-8.0)), {}), kind="cancelling"
     ),
     Case("fp32 bias", "gelu", lambda d: Call((d.normal(24, 128), d.normal(128, dtype="fp32")), {}), dtypes=("bf16", "fp16")),
+    Case(
+        "large fp32 bias, many rows",
+        "gelu",
+        lambda d: Call((d.normal(600, 32), d.normal(32, offset=5.0, dtype="fp32")), {}),
+        dtypes=("bf16", "fp16"),
+    ),
     Case("only the bias learns", "gelu", _biased(33, 128), frozen=(0,)),
     Case("only the input learns", "gelu", _biased(33, 128), frozen=(1,)),
 )

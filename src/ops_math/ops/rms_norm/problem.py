@@ -62,6 +62,12 @@ CASES = (
     Case("near eps", "rms_norm", lambda d: Call((d.normal(40, 128, scale=1e-3), d.normal(128)), {"eps": 1e-6}), kind="near_eps"),
     Case("large common offset", "rms_norm", lambda d: Call((d.normal(33, 192, offset=30.0), d.normal(192)), {}), kind="cancelling"),
     Case("fp32 weight", "rms_norm", lambda d: Call((d.normal(24, 128), d.normal(128, dtype="fp32")), {}), dtypes=("bf16", "fp16")),
+    Case(
+        "fp32 weight, many rows",
+        "rms_norm",
+        lambda d: Call((d.normal(500, 48), d.normal(48, offset=1.0, dtype="fp32")), {}),
+        dtypes=("bf16", "fp16"),
+    ),
     Case("only the weight learns", "rms_norm", _norm(33, 128), frozen=(0,)),
     Case("only the input learns", "rms_norm", _norm(33, 128), frozen=(1,)),
     Case("add", "add_rms_norm", _add(29, 320)),

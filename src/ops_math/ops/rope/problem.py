@@ -119,6 +119,7 @@ CASES = (
     Case("width 128, tables longer than the sequence", "rope", _qk(1, 9, 8, 2, 128, 64, rows=33), frozen=_TABLES),
     Case("width 80", "rope", _qk(2, 5, 3, 3, 80, 40), frozen=_TABLES),
     Case("fp32 tables", "rope", _qk(2, 9, 4, 1, 64, 32, tables="fp32"), frozen=_TABLES, dtypes=("bf16", "fp16")),
+    Case("fp32 tables, one position", "rope", _qk(48, 1, 12, 4, 64, 32, tables="fp32"), frozen=_TABLES, dtypes=("bf16", "fp16")),
     Case("duplicated halves", "rope", _duplicated, frozen=_TABLES),
     Case("tables for each sequence", "rope", _per_sequence(3), frozen=_TABLES),
     Case("tables with a batch of one", "rope", _per_sequence(1), frozen=_TABLES),
