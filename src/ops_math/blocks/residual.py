@@ -333,8 +333,7 @@ def residual_attention(
 
     x + dropout(attn(norm(x))), or norm(x + dropout(attn(x))) with `norm_first=False`
 
-    The weights of modules that are known (see the table of parts) are read and the operators called with them; any other module runs
-    as it is, and `ops_math.stats()` says so with the reason.
+    The weights of known modules (see the table of parts) are read; any other module runs as it is, and `ops_math.stats()` says why.
 
     Args:
         x: [B, S, C] (packed documents: [T, C] or [1, T, C]; as the module takes it); or a pair (x, norm(x)) from `next_norm=` of the
