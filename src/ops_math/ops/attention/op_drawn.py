@@ -100,8 +100,8 @@ class _Parts(torch.autograd.Function):
 def attend_packed(qkv: torch.Tensor, num_heads: int, kv_heads: int, causal: bool, scale: float, dropout_p: float) -> torch.Tensor:
     """`attend` of one projection [B, S, (H + 2 K) D]."""
     sizes = (num_heads, kv_heads, kv_heads)
-    parts = apply(_Parts, qkv, sizes) if needs_grad(qkv) else qkv.unflatten(-1, (sum(sizes), -1)).split(sizes, -2)
-    return attend(*parts, causal, scale, dropout_p)
+    q, k, v = apply(_Parts, qkv, sizes) if needs_grad(qkv) else qkv.unflatten(-1, (sum(sizes), -1)).split(sizes, -2)
+    return attend(q, k, v, causal, scale, dropout_p)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, dropout_p: float) -> torch.Tensor:
