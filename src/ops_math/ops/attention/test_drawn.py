@@ -32,8 +32,34 @@ def test_on_the_cpu_pytorch_draws_where_no_key_is_given():
     assert torch.equal(ours, plain)
 
 
+@pytest.fixture
+def drawn_by_pytorch():
+    with om.force(attention="vendor"):
+        yield
+
+
+def test_on_a_gpu_a_table_says_who_draws_and_force_or_determinism_overrule_it(monkeypatch):
+    monkeypatch.setattr(op_drawn, "_can", lambda *_: 1)
+    monkeypatch.setattr(op_drawn.backends, "device_of", lambda _: None)
+    form = op_drawn.Form(2, 64, 4, 4, 64, torch.bfloat16)
+
+    def left_to_pytorch(causal):
+        return op_drawn.can_draw_form(form, torch.device("cuda"), causal, 0.125, 0.1)
+
+    monkeypatch.setitem(op_drawn.DRAWS_ITSELF, (False, False), False)
+    monkeypatch.setitem(op_drawn.DRAWS_ITSELF, (False, True), True)
+    assert (left_to_pytorch(False), left_to_pytorch(True)) == (False, True)
+    with om.force(attention="vendor"):
+        assert (left_to_pytorch(False), left_to_pytorch(True)) == (True, True)
+    with om.force(attention="triton_gpu"):
+        assert (left_to_pytorch(False), left_to_pytorch(True)) == (False, False)
+    with om.determinism(1):
+        assert (left_to_pytorch(False), left_to_pytorch(True)) == (False, False)
+
+
 @pytest.mark.gpu
 @GPU
+@pytest.mark.usefixtures("drawn_by_pytorch")
 def test_gradients_are_those_of_the_mask_that_the_forward_drew():
     q, k, v = inputs()
     eye = torch.eye(64, device="cuda", dtype=torch.bfloat16)[None, :, None].expand(2, 64, 4, 64).contiguous()
@@ -55,6 +81,7 @@ def test_gradients_are_those_of_the_mask_that_the_forward_drew():
 
 @pytest.mark.gpu
 @GPU
+@pytest.mark.usefixtures("drawn_by_pytorch")
 def test_two_calls_draw_two_masks_and_the_generators_state_repeats_one():
     q, k, v = inputs()
     torch.manual_seed(7)
@@ -66,6 +93,7 @@ def test_two_calls_draw_two_masks_and_the_generators_state_repeats_one():
 
 @pytest.mark.gpu
 @GPU
+@pytest.mark.usefixtures("drawn_by_pytorch")
 def test_checkpointing_recomputes_with_the_same_mask():
     q, k, v = inputs()
 

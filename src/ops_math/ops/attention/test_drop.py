@@ -33,6 +33,7 @@ from ops_math.ops.attention.triton_gpu_drop import (  # noqa: E402
     MOST_BYTES,
     Bits,
     MaskTile,
+    bits_view,
     by_bits,
     draw_bits,
     keep_keys,
@@ -75,21 +76,22 @@ def _read_kernel(bits_ptr, keys_ptr, queries_ptr, sequence, num_words, num_rows,
 
 def drawn_differently() -> Iterator[str]:
     """Cases in which a drawn bit that some query sees is not that of the mask."""
-    for p in (
-        problem(2, 40, 50, 3, 0.1),
-        problem(1, 1, 1, 1, 0.5),
-        problem(1, 130, 257, 1, 0.9),
-        problem(2, 200, 200, 1, 0.3, right=0),
-        problem(1, 150, 290, 1, 0.3, left=20, right=9),
-        problem(1, 290, 150, 2, 0.7, right=0),
-        problem(1, 33, 64, 1, 1e-9),
-        problem(1, 33, 64, 1, 1 - 1e-9),
+    for i, p in enumerate(
+        (
+            problem(2, 40, 50, 3, 0.1),
+            problem(1, 1, 1, 1, 0.5),
+            problem(1, 130, 257, 1, 0.9),
+            problem(2, 200, 200, 1, 0.3, right=0),
+            problem(1, 150, 290, 1, 0.3, left=20, right=9),
+            problem(1, 290, 150, 2, 0.7, right=0),
+            problem(1, 33, 64, 1, 1e-9),
+            problem(1, 33, 64, 1, 1 - 1e-9),
+        )
     ):
         rng = Rng(5, first_row=2**32 - 20).child(7)
-        window = (p.left, p.right)
-        seen = visible(p.q_len, p.k_len, False, window, rng.state.device).expand(p.batch, p.heads, -1, -1)
+        seen = visible(p.q_len, p.k_len, False, (p.left, p.right), rng.state.device).expand(p.batch, p.heads, -1, -1)
         mask = mask_of(p, rng.state)
-        for tile in (*MASK_TILES, MaskTile(1, 16, 1)):
+        for tile in (MASK_TILES[i % len(MASK_TILES)], MaskTile(2, 32, 1)):
             bits = draw_bits(p, rng.state, rng.state, tile)
             assert bits.words is not None
             care = packed(seen)
@@ -175,7 +177,27 @@ def faults_that_live() -> Iterator[str]:
     triton_gpu.draw_bits = draw_bits
 
 
-CHECKS = {f.__name__: f for f in (drawn_differently, read_differently, faults_that_live)}
+def different_through_descriptors() -> Iterator[str]:
+    """Results that differ where every tile, the words among them, comes through a descriptor."""
+    made = []
+
+    def view(*args: Any) -> Any:
+        made.append(bits_view(*args))
+        return made[-1]
+
+    triton_gpu.bits_view = view
+    triton_gpu.INTERPRETER = {name: t._replace(view=True, vectors=name == "dkdv") for name, t in triton_gpu.INTERPRETER.items()}
+    case = Case("dropout through descriptors", "attention", lambda d: Call(_tiled(d), {"causal": True, "dropout_p": 0.3, "rng": d.rng(5)}))
+    yield from conformance.check_budget(catalog.operators()["attention"], case, "fp32", "triton_gpu")
+    if not made or None in made:
+        yield f"descriptors {made}"
+
+
+def _tiled(d: Any) -> tuple[torch.Tensor, ...]:
+    return d.normal(2, 64, 2, 64), d.normal(2, 64, 1, 64), d.normal(2, 64, 1, 64)
+
+
+CHECKS = {f.__name__: f for f in (drawn_differently, read_differently, faults_that_live, different_through_descriptors)}
 
 
 @pytest.mark.interpreter

@@ -95,8 +95,9 @@ def _mask_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, UPPER: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """The bits of one tile of words and queries of one sequence; tiles that no query sees are left as they are."""
-    first_row, first_word = tl.program_id(0) * BLOCK_M, tl.program_id(1) * WORDS
-    sequence = tl.program_id(2).to(tl.int64)
+    pid, row_tiles, word_tiles = tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_words, WORDS)
+    first_row, first_word = pid % row_tiles * BLOCK_M, pid // row_tiles % word_tiles * WORDS
+    sequence = (pid // row_tiles // word_tiles).to(tl.int64)
     head, batch = sequence % num_heads, sequence // num_heads
     shift = (k_len - q_len) * align
     seen = first_word * 32 < k_len
@@ -184,7 +185,7 @@ def draw_bits(p: AttentionProblem, like: torch.Tensor, state: torch.Tensor | Non
     num_words, num_rows, sequences = cdiv(p.k_len, KEYS), _rows(p), p.batch * p.heads
     bits = torch.empty((sequences, num_words, num_rows), dtype=torch.int32, device=like.device)
     launch(
-        _mask_kernel, (cdiv(num_rows, tile.block_m), cdiv(num_words, tile.words), sequences), state, bits, p.heads, p.q_len, p.k_len,
+        _mask_kernel, (cdiv(num_rows, tile.block_m) * cdiv(num_words, tile.words) * sequences,), state, bits, p.heads, p.q_len, p.k_len,
         num_words, num_rows, int(p.bottom_right), p.left, p.right, threshold(p.dropout_p), LEFT=p.left >= 0, RIGHT=p.right >= 0,
         UPPER=threshold(p.dropout_p) >= 2**15, WORDS=tile.words, BLOCK_M=tile.block_m, num_warps=tile.num_warps,
     )  # fmt: skip
