@@ -89,6 +89,7 @@ class _Block(torch.autograd.Function):
         dbo = bias_grad(dlast_MN, dtypes[1]) if need_bo else None
         dout = (dlast_MN @ wo).view(out.shape)
         dq, dk, dv = ATTENTION.bwd(dout, q, k, v, out, lse, *_NO_MASKS, *rule.attention, False, True, True, True)
+        del dout
         if rule.rotary_dim:
             dq, dk = ROPE.bwd(dq, dk, cos, sin, position_ids, rule.rotary_dim, dq.shape[2], False, q.dtype)
         upstream = need_x or need_branch or need_open
