@@ -28,6 +28,7 @@ features.tag_compile_cache("ops_math", Path(__file__).parent)  # compiled code k
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _PHASES: dict[str, _Phase] = {}
 _MEMO_LIMIT = 4096  # choices kept an operator and phase; a run with ever new shapes starts over instead of growing
+RECORD_AT = 16  # calls until one is written down, which takes 250 us and saves 10 to 20 a call: lengths that never return cost nothing
 _deterministic = torch.are_deterministic_algorithms_enabled
 _matmul_precision = torch.get_float32_matmul_precision
 _ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -35,8 +36,8 @@ _LOW = launching.ALIGNMENT - 1
 
 
 class _Known:
-    """What is remembered of a call: its choice and problem; and after the second such call a plan of what the launcher does, if it has
-    one."""
+    """What is remembered of a call: its choice and problem, and after `RECORD_AT` such calls a plan of what the launcher does, if it
+    has one."""
 
     __slots__ = ("calls", "config", "counter", "index", "launcher", "num_bytes", "play", "problem", "why")
 
@@ -48,12 +49,12 @@ class _Known:
         self.play: Any = None
 
     def run(self, tensors: Sequence[Any]) -> Any:
-        """Call the launcher; the second time, write down what it does."""
+        """Call the launcher; the sixteenth time, write down what it does."""
         self.calls += 1
-        if self.calls != 2 or tensors[0].device.type not in launching.DIRECT or not features.quiet():
+        if self.calls != RECORD_AT or tensors[0].device.type not in launching.DIRECT or not features.quiet():
             return self.launcher(self.problem, self.config, *tensors)
         if not planning.distinct(tensors):
-            self.calls = 1  # another call may show which is which
+            self.calls -= 1  # another call may show which is which
             return self.launcher(self.problem, self.config, *tensors)
         out, plan, self.why = planning.record(lambda: self.launcher(self.problem, self.config, *tensors), tensors)
         self.play = None if plan is None else planning.compiled(plan)

@@ -132,6 +132,8 @@ def _quiet() -> Callable[[], bool]:
     needed = ("DispatchKey", "DispatchKeySet", "_dispatch_tls_local_include_set", "_len_torch_function_stack")
     if not all(hasattr(torch._C, name) for name in needed) or not hasattr(torch.autograd, "_profiler_enabled"):
         return lambda: False
+    if not hasattr(torch._C.DispatchKeySet, "raw_repr"):
+        return lambda: False
     keys = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr() for name in ("BackendSelect", "ADInplaceOrView"))
     usual = sum(keys)  # of different bits
     local, modes, profiled = torch._C._dispatch_tls_local_include_set, torch._C._len_torch_function_stack, torch.autograd._profiler_enabled

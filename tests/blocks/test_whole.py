@@ -142,6 +142,12 @@ def test_weights_that_lie_together_are_one_product():
     assert "_Block" not in type(y.grad_fn).__name__
 
 
+def test_a_large_stream_goes_step_by_step_since_memory_counts_there(monkeypatch):
+    monkeypatch.setattr(whole, "MOST", B * S * C - 1)
+    _, y = run(Holder(torch.float32, False), inputs(torch.float32, True)[0], None)
+    assert "_Block" not in type(y.grad_fn).__name__
+
+
 def test_without_gradients_nothing_is_saved():
     holder = Holder(torch.float32, False)
     with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ops_math import catalog
+from ops_math import catalog, dispatch
 from ops_math.backends import launch as launch_module
 from ops_math.testing import conformance
 from tests.conformance.cases import every_case, every_case_and_dtype, first_dtype
@@ -14,6 +14,15 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="missing capability: a CUDA or ROCm device"),
 ]
+
+
+COMPUTES = "linear_cross_entropy"  # whose launchers call PyTorch's products between kernels, and so have no plan
+
+
+@pytest.fixture(autouse=True)
+def planned_early(monkeypatch):
+    """Repeated calls play their plans from the third on, so that what follows holds plans to the same budgets and bits."""
+    monkeypatch.setattr(dispatch, "RECORD_AT", 2)
 
 
 def able_implementations(name, case, dtype):
@@ -60,3 +69,13 @@ def test_a_repeated_call_starts_its_kernels_directly(name, monkeypatch):
     monkeypatch.setattr(launch_module, "_start", lambda kernel, *a: started.append(kernel))
     judge.run(1, "triton_gpu")
     assert started == []
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="missing capability: the direct launcher is NVIDIA's")
+@pytest.mark.parametrize("name", [n for n in catalog.operators() if n != COMPUTES])
+def test_a_repeated_call_plays_a_plan_and_gives_the_same_bits(name):
+    operator, case = catalog.operators()[name], catalog.operators()[name].file("problem").CASES[0]
+    operator.forget()
+    assert conformance.check_repeats(operator, case, "bf16", "triton_gpu", "cuda", times=5) == []
+    known = [k for k in operator.phases["fwd"].memo.values() if isinstance(k, dispatch._Known)]
+    assert any(k.play is not None for k in known), [k.why for k in known]

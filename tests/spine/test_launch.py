@@ -108,6 +108,35 @@ def test_what_is_not_a_plain_argument_always_goes_tritons_way(kernel):
     assert (kernel.compiled, len(kernel.direct)) == (2, 0)
 
 
+class TensorDescriptor:
+    """As Triton's: a tensor seen in blocks."""
+
+    def __init__(self, base=None, shape=(4,), strides=(1,), block_shape=(4,), padding="zero"):
+        self.base = tensor() if base is None else base
+        self.shape, self.strides, self.block_shape, self.padding = list(shape), list(strides), list(block_shape), padding
+
+
+def describe(kernel, **fields):
+    launch(kernel, (1,), tensor(), TensorDescriptor(**fields), 4, 1.0, BLOCK=4)
+
+
+def test_a_tensor_descriptor_starts_directly_and_is_handed_on_as_it_is(kernel):
+    describe(kernel)
+    describe(kernel, base=tensor(8192))
+    assert (kernel.compiled, len(kernel.direct)) == (1, 1)
+    assert kernel.direct[0][10].base.address == 8192
+
+
+OTHER_FIELDS = {"shape": (8,), "strides": (2,), "block_shape": (2,), "padding": "nan", "base": tensor(dtype=torch.bfloat16)}
+
+
+@pytest.mark.parametrize("field", OTHER_FIELDS)
+def test_another_tensor_descriptor_is_compiled_anew(kernel, field):
+    describe(kernel)
+    describe(kernel, **{field: OTHER_FIELDS[field]})
+    assert (kernel.compiled, len(kernel.direct)) == (2, 0)
+
+
 def test_on_amd_triton_launches(kernel, monkeypatch):
     monkeypatch.setattr(module, "_HIP", True)
     start(kernel)

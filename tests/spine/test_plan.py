@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ops_math as om
-from ops_math import backends, catalog, features
+from ops_math import backends, catalog, dispatch, features
 from ops_math.backends import launch as launching
 from ops_math.backends import plan as planning
 from ops_math.dispatch import _Known
@@ -37,6 +37,7 @@ def started(monkeypatch):
             seen.append((kernel.fn.__name__, (x, y, z), (*args, *(constants[n] for n in names))))
         return SimpleNamespace(run=run, function=1, packed_metadata=2)
 
+    monkeypatch.setattr(dispatch, "RECORD_AT", 2)
     monkeypatch.setattr(launching, "_start", compiled)
     monkeypatch.setattr(launching, "_COMPILED", {})
     monkeypatch.setattr(launching, "DIRECT", {"cuda", "cpu"})
@@ -232,6 +233,16 @@ def test_views_that_move_are_refused_where_inputs_share_memory(started):
     _, plan, why = planning.record(lambda: launcher(*apart), apart)
     assert why == ""
     assert plan.starts[0].pointers == ((0, 0, 16), (1, 2, 0))
+
+
+def test_a_shape_that_does_not_return_is_not_written_down(started, monkeypatch):
+    monkeypatch.setattr(dispatch, "RECORD_AT", 5)
+    recorded = []
+    monkeypatch.setattr(planning, "record", lambda call, tensors: (recorded.append(1) or call(), None, ""))
+    for calls, written in ((4, 0), (1, 1), (3, 1)):
+        for _ in range(calls):
+            om.rms_norm(norm(), torch.ones(64))
+        assert len(recorded) == written
 
 
 def test_forgetting_forgets_plans(started):

@@ -28,6 +28,8 @@ from ops_math.ops.rope.op import check_tables
 Tensor = torch.Tensor
 _NO_MASKS = (None,) * 5
 NORM = "rms_norm"
+# Elements of the stream. Above it the device is busy for longer than the host, and what a node saves goes all at once, when it is through.
+MOST = 2**23
 
 
 class _Rule(NamedTuple):
@@ -89,6 +91,7 @@ class _Block(torch.autograd.Function):
         dbo = bias_grad(dlast_MN, dtypes[1]) if need_bo else None
         dout = (dlast_MN @ wo).view(out.shape)
         dq, dk, dv = ATTENTION.bwd(dout, q, k, v, out, lse, *_NO_MASKS, *rule.attention, False, True, True, True)
+        del dout
         if rule.rotary_dim:
             dq, dk = ROPE.bwd(dq, dk, cos, sin, position_ids, rule.rotary_dim, dq.shape[2], False, q.dtype)
         upstream = need_x or need_branch or need_open
@@ -133,15 +136,15 @@ def stream(x: Any) -> Tensor:
 
 
 def takes(x: Any, options: Any) -> bool:
-    """Whether a call may be one node: pre-norm with a norm after it, no dropout, plain tensors, and nothing that traces, casts or looks at
-    single operators. `options` are the keywords that both blocks have."""
+    """Whether a call may be one node: pre-norm with a norm after it, no dropout, plain tensors of no great size, and nothing that traces,
+    casts or looks at single operators. `options` are the keywords that both blocks have."""
     if not options.norm_first or options.next_norm is None or options.dropout_p or options.defer or options.narrow:
         return False
     if torch.compiler.is_compiling() or features.any_autocast() or settings.STATE.debug is not None:
         return False
     if isinstance(x, Unsummed):
-        return x.x.dim() == 3 and x.branch.shape == x.x.shape
-    return isinstance(x, Tensor) and x.dim() == 3
+        return x.x.dim() == 3 and x.branch.shape == x.x.shape and x.x.numel() <= MOST
+    return isinstance(x, Tensor) and x.dim() == 3 and x.numel() <= MOST
 
 
 def attend(x: Any, norm: Any, next_norm: Any, found: tuple[Heads, Options] | str) -> tuple[Tensor, Tensor] | None:
