@@ -52,6 +52,8 @@ def variant_of(name: str) -> Variant:
     base = bases[0] if bases else OURS
     if PACKED in words and base != OURS:
         checks.fail("bench step", "packed", "used with our operators", repr(name), "Leave one of them out.")
+    if base == LIGER and workloads.DOCUMENTS in words:
+        checks.fail("bench step", "documents", "used without liger, whose attention is PyTorch's", repr(name), "Leave one of them out.")
     return Variant(base, PACKED in words, GRAPHED in words, ADAMW in words, work[0] if work else workloads.FIXED)
 
 
