@@ -36,6 +36,11 @@ def test_packed_weights_are_ours():
         contenders.variant_of("plain+packed")
 
 
+def test_packed_documents_are_not_for_liger():
+    with pytest.raises(checks.ArgumentError, match="bench step: documents must be used without liger, whose attention is PyTorch's; got"):
+        contenders.variant_of("liger+documents")
+
+
 def test_names_in_tables_say_whose_they_are():
     row = {"benchmark": "step", "variant": "packed+graphed"}
     assert (show.name(row), show.own(row)) == ("ops_math packed graphed", True)

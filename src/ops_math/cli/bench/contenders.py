@@ -57,6 +57,8 @@ def variant_of(name: str) -> Variant:
     for word in (PACKED, LEAN):
         if word in words and base != OURS:
             checks.fail("bench step", word, "used with our operators", repr(name), "Leave one of them out.")
+    if base == LIGER and workloads.DOCUMENTS in words:
+        checks.fail("bench step", "documents", "used without liger, whose attention is PyTorch's", repr(name), "Leave one of them out.")
     pack, graph, adamw, lean = (word in words for word in EXTRAS)
     return Variant(base, pack, graph, adamw, lean, work[0] if work else workloads.FIXED)
 

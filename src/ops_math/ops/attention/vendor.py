@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from ops_math import features
 from ops_math.layout import copied, dense
+from ops_math.ops.attention import vendor_documents
 from ops_math.ops.attention.problem import AttentionProblem, cost, gradients
 from ops_math.spec import Device
 
@@ -53,7 +54,7 @@ def against(name: str, p: AttentionProblem, device: Device, phase: str) -> str |
         return f"this PyTorch has no {function} kernel for {device.kind}"
     if p.empty:
         return "does not take empty tensors"
-    if p.documents >= 0:
+    if p.documents >= 0 and name != "flash_cpu":
         return "is not called on packed documents"
     if p.dropout_p:
         return "draws dropout masks of its own"
@@ -86,7 +87,7 @@ def _against_cpu(p: AttentionProblem, causal: bool, phase: str) -> str | None:
         return "adds up the gradients of keys and values in 16 bits"
     if p.mask or p.key_padding:
         return "is not called with masks"
-    if causal and p.bottom_right and p.q_len != p.k_len:
+    if causal and p.bottom_right and p.q_len != p.k_len and p.documents < 0:
         return "aligns causal to the top left corner"
     if p.group > 1 and not _cpu_groups():
         return "has no grouped queries in this PyTorch"
@@ -114,7 +115,7 @@ def predict_us(p: AttentionProblem, device: Device, phase: str) -> float:
     """From rates measured on an H200, in proportion to the device's products; packing the gradient is three more passes."""
     name, flops = configs(p, device, phase)[0], cost(p, phase).total_flops
     if name == "flash_cpu":
-        return flops / (device.product_tflops * 0.5e6) + device.launch_us
+        return flops / (device.product_tflops * 0.5e6) + device.launch_us  # not by document: eager makes more calls for each
     wide, narrow = RATES[name]
     rate = (wide if p.head_dim > 64 else narrow)[phase == "bwd"] * device.product_tflops / 770.0
     packing = 2 * p.batch * (p.q_len * p.heads + 2 * p.k_len * p.kv_heads) * p.head_dim * 2 if p.packed_qkv and phase == "bwd" else 0
@@ -125,6 +126,8 @@ def launch_fwd(
     p: AttentionProblem, config: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *masks: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out [B, S, H, D] contiguous and lse [B, H, S]."""
+    if p.documents >= 0:
+        return vendor_documents.launch_fwd(p, q, k, v, *masks[2:4])
     function, causal = features.aten(ATEN[config]), p.right == 0
     inputs = heads_first(q, k, v)
     if config == "flash_cpu":
@@ -150,6 +153,8 @@ def launch_bwd(
     *masks: Any,
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv, or the gradient of one projection."""
+    if p.documents >= 0:
+        return vendor_documents.launch_bwd(p, dout, q, k, v, out, lse, *masks[2:4])
     function, causal = features.aten(ATEN[config] + "_backward"), p.right == 0
     head = heads_first(dout, q, k, v)
     o = out.transpose(1, 2)
