@@ -26,11 +26,12 @@ FAR_OUT = 10.0  # limits: an error that small may be within them by luck when ou
 
 
 class Wrong(NamedTuple):
-    """Something wrong with one output or gradient (`output` is empty where it is the call as a whole)."""
+    """Something wrong with one output or gradient (`output` is empty where it is the call as a whole); `share` is its error in limits."""
 
     check: str
     output: str
     words: str
+    share: float = 0.0
 
 
 Probe = Callable[[CallJudge], Iterator[Wrong]]
@@ -55,7 +56,7 @@ def values(judge: CallJudge) -> Iterator[Wrong]:
                 words = f"{in_words(y, r)} ({broken.statistic} error {broken.value:.3g}, limit {broken.limit:.3g})"
                 if broken.output.startswith("d") and share > FAR_OUT and one_gradient_for_all(judge, broken.output):
                     words = f"uses one row's output gradient for every row: right where all are equal. Here it {words}"
-                seen[broken.output] = share, Wrong("values", broken.output, words)
+                seen[broken.output] = share, Wrong("values", broken.output, words, share)
     yield from (wrong for _, wrong in seen.values())
 
 

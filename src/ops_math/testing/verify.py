@@ -89,9 +89,9 @@ class _Session:
         return tuple(self._finding(group, small=i < most) for i, group in enumerate(grouped.values()))
 
     def _finding(self, group: list[_Seen], small: bool) -> Finding:
-        first = group[0]
+        first = max(group, key=lambda seen: seen.wrong.share)  # of several cases, the one that shows it best
         cases = tuple(f"{s.posed.case.name or 'as given'} in {s.dtype}" for s in group)
-        check, output, words = first.wrong
+        check, output, words, _ = first.wrong
         if not small or first.probe is raising:
             return Finding(check, output, words, cases, text_of(first.posed, first.dtype, "cpu"))
         least = shrink(self.subject, first.posed, first.dtype, self.device, Sought.of(first.wrong), first.probe).posed
