@@ -50,3 +50,14 @@ def test_every_file_that_the_readme_and_the_guide_point_to_exists():
     for page in ("README.md", "CONTRIBUTING.md"):
         for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
             assert target.startswith("http") or (ROOT / target).exists(), f"{page} points to {target}"
+
+
+@pytest.mark.slow
+def test_the_python_of_the_page_on_proofs_runs(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "verify.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    result = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks)], capture_output=True, text=True, cwd=tmp_path, timeout=240, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "my_norm" in result.stdout

@@ -24,6 +24,8 @@ def in_words(y: torch.Tensor, r: torch.Tensor) -> str:
     lost = ~torch.isfinite(y) & torch.isfinite(r)
     if bool(lost.any()):
         return f"is {_of(lost)} not finite{_place(lost)}"
+    if r.numel() == 1:
+        return f"is {y.item():.6g} instead of {r.item():.6g}"
     e, r = torch.where(y == r, torch.zeros_like(r), y - r), r.nan_to_num(0, 0, 0)
     power = r.square().sum().item()
     if not bool(y.any()) and power:

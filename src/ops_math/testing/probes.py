@@ -17,18 +17,21 @@ from ops_math.testing.conformance import LAYOUTS, expanded, poisoned
 from ops_math.testing.diagnosis import in_words, one_gradient_for_all
 from ops_math.testing.inputs import Result, as_leaves, is_floating, output_gradients
 from ops_math.testing.measure import SEEDS
-from ops_math.testing.subject import CallJudge, floating_outputs
+from ops_math.testing.subject import REFUSALS, CallJudge, floating_outputs, in_one_line
 
 SIGMAS = 6.0  # a fair coin is this far off once in half a billion throws of all its coins
-REFUSED = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
+# Two roundings, one after the other, lean by up to 3 % of the elements (measured on silu(g) * u in bf16); truncation by 25 to 50 %.
+LEANING = 0.05
+FAR_OUT = 10.0  # limits: an error that small may be within them by luck when output gradients are others
 
 
 class Wrong(NamedTuple):
-    """Something wrong with one output or gradient (`output` is empty where it is the call as a whole)."""
+    """Something wrong with one output or gradient (`output` is empty where it is the call as a whole); `share` is its error in limits."""
 
     check: str
     output: str
     words: str
+    share: float = 0.0
 
 
 Probe = Callable[[CallJudge], Iterator[Wrong]]
@@ -51,9 +54,9 @@ def values(judge: CallJudge) -> Iterator[Wrong]:
             if broken.output not in seen or share > seen[broken.output][0]:
                 y, r = result.values[i], judge.oracles[seed].values[i]
                 words = f"{in_words(y, r)} ({broken.statistic} error {broken.value:.3g}, limit {broken.limit:.3g})"
-                if broken.output.startswith("d") and one_gradient_for_all(judge, broken.output):
+                if broken.output.startswith("d") and share > FAR_OUT and one_gradient_for_all(judge, broken.output):
                     words = f"uses one row's output gradient for every row: right where all are equal. Here it {words}"
-                seen[broken.output] = share, Wrong("values", broken.output, words)
+                seen[broken.output] = share, Wrong("values", broken.output, words, share)
     yield from (wrong for _, wrong in seen.values())
 
 
@@ -71,8 +74,8 @@ def bias(judge: CallJudge) -> Iterator[Wrong]:
             continue
         ours, usual = (_leaning([(run[k].values[i], run[2].values[i]) for run in runs]) for k in (0, 1))
         for way, towards, against in (("up", "up", "down"), ("size", "away from zero", "towards zero")):
-            if abs(ours[way][0]) > SIGMAS + 2 * abs(usual[way][0]):
-                sigmas, share = ours[way]
+            sigmas, share = ours[way]
+            if abs(sigmas) > SIGMAS + 2 * abs(usual[way][0]) and abs(share - 0.5) > LEANING + 2 * abs(usual[way][1] - 0.5):
                 words = f"rounds {towards if sigmas > 0 else against} in {max(share, 1 - share):.0%} of {elements} elements a draw"
                 yield Wrong("rounding bias", name, f"{words}: {abs(sigmas):.0f} standard deviations from a fair coin")
 
@@ -91,14 +94,15 @@ def _leaning(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, tu
 def layouts(judge: CallJudge) -> Iterator[Wrong]:
     """Other strides of inputs and of output gradients change nothing beyond the order of sums."""
     oracle = judge.oracles[SEEDS[0]].values
+    wrong = {broken.output for broken in judge.verdict()}  # whatever their strides
     for what, change in LAYOUTS.items():
         for option, whose in (("change", "inputs"), ("change_gradient", "output gradients")):
             try:
                 result = judge.run(SEEDS[0], **{option: change})
-            except REFUSED as error:
+            except REFUSALS as error:
                 yield Wrong("refuses", "", f"{whose} {what}: {in_one_line(error)}")
                 continue
-            for broken in judge.budget.broken(result.values, oracle):
+            for broken in [b for b in judge.budget.broken(result.values, oracle) if b.output not in wrong]:
                 at = result.names.index(broken.output)
                 words = in_words(result.values[at], oracle[at])
                 yield Wrong(f"{whose} {what}", broken.output, f"{words} where they are {what} (as views of the same numbers)")
@@ -106,7 +110,7 @@ def layouts(judge: CallJudge) -> Iterator[Wrong]:
     for option, whose, change in (("change_gradient", "output gradients", expanded), ("change", "inputs", first_row_expanded)):
         try:
             stretched, copied = judge.run(SEEDS[0], **{option: change}), judge.run(SEEDS[0], **{option: _copied(change)})
-        except REFUSED as error:
+        except REFUSALS as error:
             yield Wrong("refuses", "", f"{whose} expanded: {in_one_line(error)}")
             continue
         yield from _differing(
@@ -139,7 +143,7 @@ def far_strides(judge: CallJudge) -> Iterator[Wrong]:
     for option, whose in (("change", "inputs"), ("change_gradient", "output gradients")):
         try:
             result = judge.run(SEEDS[0], **{option: far_apart})
-        except REFUSED as error:
+        except REFUSALS as error:
             yield Wrong("refuses", "", f"{whose} with offsets past 2^31: {in_one_line(error)}")
             continue
         for broken in judge.budget.broken(result.values, oracle)[:1]:
@@ -262,12 +266,6 @@ def compiled(backend: str) -> Probe:
             yield Wrong(f"compiled by {backend}", broken.output, f"{broken.statistic} error {broken.value:.3g}, limit {broken.limit:.3g}")
 
     return probe
-
-
-def in_one_line(error: BaseException) -> str:
-    """The kind of an exception and the first line of its words."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
 
 
 OF_EVERY_CASE: dict[str, Probe] = {"values": values, "rounding bias": bias}

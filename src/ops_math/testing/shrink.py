@@ -7,10 +7,24 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ops_math.spec import DTYPE_OF
-from ops_math.testing.probes import REFUSED, Probe
-from ops_math.testing.subject import CallJudge, Posed, Subject, changed
+from ops_math.testing.inputs import Draw
+from ops_math.testing.probes import Probe, Wrong
+from ops_math.testing.subject import CRASHES, REFUSALS, CallJudge, Posed, Subject, as_call, unanswered
 
 LADDER = (0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024)
+
+
+class Sought(NamedTuple):
+    """What must still be found: the same output wrong by the same check in the same way, for NaN is another fault than a wrong number."""
+
+    check: str
+    output: str
+    not_finite: bool
+
+    @classmethod
+    def of(cls, wrong: Wrong) -> Sought:
+        """What was found once."""
+        return cls(wrong.check, wrong.output, "not finite" in wrong.words)
 
 
 class Shrunk(NamedTuple):
@@ -20,13 +34,13 @@ class Shrunk(NamedTuple):
     tried: int
 
 
-def shrink(subject: Subject, posed: Posed, dtype: str, device: str, check: str, output: str, probe: Probe, most: int = 60) -> Shrunk:
+def shrink(subject: Subject, posed: Posed, dtype: str, device: str, sought: Sought, probe: Probe, most: int = 60) -> Shrunk:
     """The case with its sizes made as small as they get while the same check still finds the same output wrong.
 
     Each size in turn takes the least value of a ladder at which the check fails, until none gets smaller; at most `most` cases are tried.
     """
     tried = 0
-    posed = _plainer(subject, posed, dtype, device, check, output, probe)
+    posed = _plainer(subject, posed, dtype, device, sought, probe)
     smaller = True
     while smaller and tried < most:
         smaller = False
@@ -34,7 +48,7 @@ def shrink(subject: Subject, posed: Posed, dtype: str, device: str, check: str, 
             for candidate in [n for n in LADDER if n < size]:
                 tried += 1
                 attempt = posed.sized({name: candidate})
-                if fails(subject, attempt, dtype, device, check, output, probe):
+                if fails(subject, attempt, dtype, device, sought, probe):
                     posed, smaller = attempt, True
                     break
                 if tried >= most:
@@ -42,25 +56,24 @@ def shrink(subject: Subject, posed: Posed, dtype: str, device: str, check: str, 
     return Shrunk(posed, tried)
 
 
-def _plainer(subject: Subject, posed: Posed, dtype: str, device: str, check: str, output: str, probe: Probe) -> Posed:
+def _plainer(subject: Subject, posed: Posed, dtype: str, device: str, sought: Sought, probe: Probe) -> Posed:
     """Without its temper, where the plain numbers fail too."""
     plain = posed.family.case(dict(posed.sizes))
-    return plain if posed.temper != "plain" and fails(subject, plain, dtype, device, check, output, probe) else posed
+    return plain if posed.temper != "plain" and fails(subject, plain, dtype, device, sought, probe) else posed
 
 
-def fails(subject: Subject, posed: Posed, dtype: str, device: str, check: str, output: str, probe: Probe) -> bool:
+def fails(subject: Subject, posed: Posed, dtype: str, device: str, sought: Sought, probe: Probe) -> bool:
     """Whether the check still finds the output wrong; a call that is refused is another matter."""
+    if unanswered(subject, posed.case, dtype, device):
+        return False
     try:
-        return any(w.check == check and w.output == output for w in probe(CallJudge(subject, posed.case, dtype, device)))
-    except (*REFUSED, ArithmeticError, LookupError):
+        return any(Sought.of(w) == sought for w in probe(CallJudge(subject, posed.case, dtype, device)))
+    except (*CRASHES, *REFUSALS):
         return False
 
 
 def text_of(posed: Posed, dtype: str, device: str) -> str:
     """Shapes, dtypes and values' temper of a case, with the arguments that are no tensors."""
-    from ops_math.testing.inputs import Draw
-    from ops_math.testing.subject import as_call
-
     call = as_call(posed.case.make(Draw(1, dtype, device)))
     parts = [_value(v) for v in call.args] + [f"{k}={_value(v)}" for k, v in call.kwargs.items()]
     return f"({', '.join(parts)})" + ("" if posed.temper == "plain" else f", {posed.temper}") + f", inputs {posed.case.name or 'as given'}"
@@ -107,6 +120,3 @@ def snippet(subject: Subject, posed: Posed, dtype: str, device: str, output: str
 
 def _marked(output: str) -> str:
     return f", '<- wrong' if name == {output!r} else ''" if output else ""
-
-
-__all__ = ["Shrunk", "changed", "fails", "importable", "shrink", "snippet", "text_of"]

@@ -235,18 +235,22 @@ class CallJudge:
 
     def _yardstick(self, seed: int) -> Result:
         if self.subject.yardstick is not None:
-            return self.run(seed, self.subject.yardstick)
+            own = self.subject.yardstick
+            return self.run(seed, lambda *a, **k: self._stored(floating_outputs(own(*a, **k))))
         compute = compute_dtype(self.rounded)
 
         def rounding(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
             wide = changed(Call(args, kwargs), lambda key, t: t.to(compute))
-            outs = floating_outputs(self.subject.reference(*wide.args, **wide.kwargs))
-            return tuple(o.to(dtype) for o, dtype in zip(outs, self.dtypes, strict=True))
+            return self._stored(floating_outputs(self.subject.reference(*wide.args, **wide.kwargs)))
 
         if UNIT[self.rounded] <= UNIT[torch.float32]:
             return self.run(seed, rounding)
         with NarrowProducts(self.rounded):
             return self.run(seed, rounding)
+
+    def _stored(self, outs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """In the dtypes in which the function stores its outputs."""
+        return tuple(o.to(dtype) for o, dtype in zip(outs, self.dtypes, strict=True))
 
     def errors(self, seeds: Sequence[int] = SEEDS, op: Callable[..., Any] | None = None) -> list[Broken]:
         """Every statistic on these seeds, with its limit."""
@@ -256,3 +260,27 @@ class CallJudge:
     def verdict(self, seeds: Sequence[int] = SEEDS, op: Callable[..., Any] | None = None) -> list[Broken]:
         """Every limit that is passed on these seeds."""
         return [e for e in self.errors(seeds, op) if not e.value <= e.limit]
+
+
+# An answer of these kinds is no refusal: it is a fault that happened to stop the call.
+CRASHES = (ZeroDivisionError, IndexError, KeyError, AttributeError, UnboundLocalError)
+REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
+
+
+def in_one_line(error: BaseException) -> str:
+    """The kind of an exception and the first line of its words."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
+
+
+def unanswered(subject: Subject, case: Case, dtype: str, device: str) -> str:
+    """Why there is nothing to hold a function to on a case: the inputs cannot be made, or the reference has no answer; else empty."""
+    try:
+        call = as_call(case.make(Draw(1, dtype, device)))
+    except (*CRASHES, *REFUSALS) as error:
+        return f"these inputs cannot be made ({in_one_line(error)})"
+    try:
+        found = run(lambda *a, **k: floating_outputs(subject.reference(*a, **k)), call, case.frozen, change=widened)
+    except (*CRASHES, *REFUSALS) as error:
+        return f"the reference does not take it ({in_one_line(error)})"
+    return "the reference gives NaN" if any(bool(torch.isnan(v).any()) for v in found.values) else ""

@@ -9,15 +9,14 @@ from ops_math import checks
 from ops_math.spec import Case
 from ops_math.testing.faults import FAULTS, Fault, Trace
 from ops_math.testing.planting import number_faults, planted_in
-from ops_math.testing.probes import OF_EVERY_CASE, OF_PLAIN_CASES, REFUSED, Probe, Wrong, compiled, far_strides, in_one_line
+from ops_math.testing.probes import OF_EVERY_CASE, OF_PLAIN_CASES, Probe, Wrong, compiled, far_strides
 from ops_math.testing.report import Finding, Margin, Report, in_order, worst
-from ops_math.testing.shrink import shrink, snippet, text_of
-from ops_math.testing.subject import TEMPERS, CallJudge, Posed, Subject, families, posed
+from ops_math.testing.shrink import Sought, shrink, snippet, text_of
+from ops_math.testing.subject import CRASHES, REFUSALS, TEMPERS, CallJudge, Posed, Subject, families, in_one_line, posed, unanswered
 
 DTYPES = ("fp32", "bf16", "fp16")
 TOUGH = tuple(temper for temper in TEMPERS if temper != "plain")
-# An answer of these kinds is no refusal: it is a fault that happened to stop the call.
-CRASHES = (ZeroDivisionError, IndexError, KeyError, AttributeError, UnboundLocalError)
+# An exception that says this is a fault, whatever its kind.
 CRASH_WORDS = ("CUDA error", "illegal memory access", "an illegal instruction", "misaligned address", "Segmentation")
 
 
@@ -45,13 +44,13 @@ class _Session:
     def judge(self, one: Posed, dtype: str) -> CallJudge | None:
         """The judge of a case, or None where there is nothing to judge: then what the function or its reference said is noted."""
         label = f"{one.case.name or 'as given'} in {dtype}"
-        probe = _Reference(self.subject, one, dtype, self.device)
-        if probe.why:
-            self.skipped[f"{label}: {probe.why}"] = None
+        why = unanswered(self.subject, one.case, dtype, self.device)
+        if why:
+            self.skipped[f"{label}: {why}"] = None
             return None
         try:
             return CallJudge(self.subject, one.case, dtype, self.device)
-        except (*CRASHES, *REFUSED) as error:
+        except (*CRASHES, *REFUSALS) as error:
             self.answered(error, one, dtype, label)
             return None
 
@@ -74,7 +73,7 @@ class _Session:
                     self.refused[f"{label}: {wrong.words}"] = None
                 else:
                     self.seen.append(_Seen(wrong, one, dtype, probe))
-        except (*CRASHES, *REFUSED) as error:
+        except (*CRASHES, *REFUSALS) as error:
             self.answered(error, one, dtype, f"{label}: {name}")
 
     def margin(self, judge: CallJudge, one: Posed, dtype: str) -> None:
@@ -90,12 +89,12 @@ class _Session:
         return tuple(self._finding(group, small=i < most) for i, group in enumerate(grouped.values()))
 
     def _finding(self, group: list[_Seen], small: bool) -> Finding:
-        first = group[0]
+        first = max(group, key=lambda seen: seen.wrong.share)  # of several cases, the one that shows it best
         cases = tuple(f"{s.posed.case.name or 'as given'} in {s.dtype}" for s in group)
-        check, output, words = first.wrong
+        check, output, words, _ = first.wrong
         if not small or first.probe is raising:
             return Finding(check, output, words, cases, text_of(first.posed, first.dtype, "cpu"))
-        least = shrink(self.subject, first.posed, first.dtype, self.device, check, output, first.probe).posed
+        least = shrink(self.subject, first.posed, first.dtype, self.device, Sought.of(first.wrong), first.probe).posed
         code = snippet(self.subject, least, first.dtype, self.device, output)
         return Finding(check, output, words, cases, text_of(least, first.dtype, self.device), code)
 
@@ -103,30 +102,6 @@ class _Session:
 def raising(judge: CallJudge) -> Iterator[Wrong]:
     """Stands for the call itself where it stops with an exception: there is nothing left to look at."""
     return iter(())
-
-
-class _Reference:
-    """Whether the inputs can be made and the reference has an answer to them; `why` not, in words."""
-
-    def __init__(self, subject: Subject, one: Posed, dtype: str, device: str) -> None:
-        import torch
-
-        from ops_math.testing.inputs import Draw, run
-        from ops_math.testing.subject import as_call, floating_outputs
-
-        self.why = ""
-        try:
-            call = as_call(one.case.make(Draw(1, dtype, device)))
-        except (*CRASHES, *REFUSED) as error:
-            self.why = f"these inputs cannot be made ({in_one_line(error)})"
-            return
-        try:
-            found = run(lambda *a, **k: floating_outputs(subject.reference(*a, **k)), call, one.case.frozen, change=torch.Tensor.double)
-        except (*CRASHES, *REFUSED) as error:
-            self.why = f"the reference does not take it ({in_one_line(error)})"
-            return
-        if any(bool(torch.isnan(v).any()) for v in found.values):
-            self.why = "the reference gives NaN"
 
 
 def verify(
@@ -253,7 +228,7 @@ def _plant(
 def _shows(judge: CallJudge, faulty: Callable[..., Any]) -> bool:
     try:
         return bool(judge.verdict((1, 2), faulty))
-    except (*CRASHES, *REFUSED):
+    except (*CRASHES, *REFUSALS):
         return True  # a fault that makes the call fail cannot go unnoticed
 
 

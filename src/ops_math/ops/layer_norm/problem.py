@@ -111,6 +111,7 @@ CASES = (
     Case("constant rows", "layer_norm", lambda d: Call((d.normal(20, 1).expand(20, 96).clone(), *_parameters(d, 96)), {}), kind="near_eps"),
     Case("large common offset", "layer_norm", _norm(33, 192, offset=30.0), kind="cancelling"),
     Case("fp32 parameters", "layer_norm", _norm(24, 128, params="fp32"), dtypes=HALVES),
+    Case("fp32 parameters, many rows", "layer_norm", _norm(500, 48, params="fp32"), dtypes=HALVES),
     Case("only the weight learns", "layer_norm", _norm(33, 128), frozen=(0, 2)),
     Case("only the bias learns", "layer_norm", _norm(33, 128), frozen=(0, 1)),
     Case("only the input learns", "layer_norm", _norm(33, 128), frozen=(1, 2)),
