@@ -260,3 +260,21 @@ def test_gradients_of_16_bit_parameters_are_summed_in_fp32_and_rounded_once():
         om.rms_norm(x, narrow).backward(dy)
     assert narrow.grad.dtype == torch.bfloat16
     assert torch.equal(narrow.grad, wide.grad.bfloat16())
+
+
+def test_an_operator_that_states_nothing_keeps_level_one_and_refuses_two():
+    operator = catalog.operators()["softmax"]
+    kept = [(i, i.levels_name) for i in operator.implementations()]
+    x = torch.randn(3, 5)
+    try:
+        for implementation, _ in kept:
+            implementation.levels_name, implementation._levels = "ops_math.ops.softmax.levels_of_nobody", None
+        operator.forget()
+        with om.determinism(1):
+            om.softmax(x)
+        with om.determinism(2), pytest.raises(UnsupportedError, match=r"eager: offers no determinism level 2 .*\(it states no more\)"):
+            om.softmax(x)
+    finally:
+        for implementation, name in kept:
+            implementation.levels_name, implementation._levels = name, None
+        operator.forget()

@@ -89,6 +89,9 @@ class Levels(NamedTuple):
         return run
 
 
+NOTHING_STATED = Levels({}, "unknown", whole={})
+
+
 class _Call(NamedTuple):
     """A call to cut: the problem with parameters in at least fp32, its tensors by rows."""
 
