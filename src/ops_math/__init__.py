@@ -12,6 +12,7 @@ from ops_math.blocks.recognise import PartReport, part_of
 from ops_math.blocks.residual import residual_attention, residual_mlp, residual_norm
 from ops_math.blocks.streams import Narrowed, Unsummed
 from ops_math.catalog import public_functions as _public_functions
+from ops_math.catalog import stands_for
 from ops_math.checks import ArgumentError, BudgetError, UnsupportedError, VerificationError
 from ops_math.debug import debug
 from ops_math.debug import observed as _observed
@@ -93,6 +94,7 @@ __all__ = [
     "rope_qkv",
     "schedule",
     "softmax",
+    "stands_for",
     "stats",
     "swiglu",
     "swiglu_packed",

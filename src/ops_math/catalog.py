@@ -6,6 +6,8 @@ import importlib
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from ops_math import checks
+
 if TYPE_CHECKING:
     from ops_math.dispatch import Operator
 
@@ -34,3 +36,17 @@ def operators() -> dict[str, Operator]:
 def public_functions() -> dict[str, Operator]:
     """The operator behind every public function."""
     return {fn: op for op in operators().values() for fn in op.public}
+
+
+def stands_for(operator: str) -> tuple[str, ...]:
+    """PyTorch's functions that an operator takes the place of, e.g. `("F.rms_norm", "torch.add")`; `F` is `torch.nn.functional`.
+
+    Args:
+        operator: its name in the catalogue, as `ops_math.stats()` shows it.
+
+    Raises:
+        ArgumentError: for a name that is none.
+    """
+    checks.one_of("stands_for", "operator", operator, tuple(operators()))
+    named: tuple[str, ...] = operators()[operator].file("plain").STANDS_FOR
+    return named

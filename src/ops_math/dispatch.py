@@ -20,6 +20,7 @@ import torch
 from ops_math import backends, checks, features, schedule, settings
 from ops_math.backends import launch as launching
 from ops_math.backends import plan as planning
+from ops_math.schedule.levels import NOTHING_STATED, Levels
 from ops_math.spec import Implementation, dtype_name
 from ops_math.stats import counter as counter_for
 
@@ -217,20 +218,22 @@ class Operator:
         """What the scheduler answers for a problem under the policy in force."""
         policy = settings.policy()._replace(determinism=settings.determinism_level())
         if policy.determinism >= 2:  # the choice must not follow the number of rows
-            problem = self.file("levels").LEVELS.canonical(problem, policy.token_block)
+            problem = self.levels().canonical(problem, policy.token_block)
         dtype = self.file("problem").storage(problem)
         record = schedule.record_for(device)
         return schedule.choose(self._implementations, problem, self.cost(problem, phase), dtype, phase, device, policy, record)
+
+    def levels(self) -> Levels:
+        """What it promises of its bits; nothing beyond level 1 where it has no `levels` module."""
+        found: Levels | None = self._implementations[0].levels
+        return NOTHING_STATED if found is None else found
 
     def launcher(self, choice: schedule.Choice, phase: str) -> Callable[..., Any]:
         """What runs a choice: from level 2 on, piece by piece where the promise needs it."""
         launcher = choice.implementation.launcher(phase)
         if settings.determinism_level() < 2:
             return launcher
-        whole: Callable[..., Any] = self.file("levels").LEVELS.launcher(
-            choice.implementation.name, phase, launcher, settings.policy().token_block
-        )
-        return whole
+        return self.levels().launcher(choice.implementation.name, phase, launcher, settings.policy().token_block)
 
     def forget(self) -> None:
         """Drop remembered choices (after an implementation was replaced)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
@@ -121,6 +122,7 @@ class Implementation:
         self.module_name = module_name
         self.levels_name = levels_name
         self._module: ModuleType | None = None
+        self._levels: ModuleType | None = None
         self.replaced: dict[str, Callable[..., Any]] = {}  # launchers planted by tests, by phase
 
     @property
@@ -134,14 +136,22 @@ class Implementation:
         """An optional attribute of the module."""
         return getattr(self.module, attribute, default)
 
+    @property
+    def levels(self) -> Any:
+        """What the operator states of its bits; None where it has no `levels` module."""
+        if self._levels is None and self.levels_name and importlib.util.find_spec(self.levels_name) is not None:
+            self._levels = importlib.import_module(self.levels_name)
+        return None if self._levels is None else self._levels.LEVELS
+
     def offer(self, problem: Any, config: Any, phase: str) -> Offer:
         """The determinism level that it offers for a problem: its module's own word, else that of the operator's levels, else 1."""
         own = self.optional("determinism", None)
         if own is not None:
             return Offer(own(problem, config, phase))
-        if not self.levels_name:
+        stated = self.levels
+        if stated is None:
             return Offer(1, "it states no more")
-        found: Offer = importlib.import_module(self.levels_name).LEVELS.offer(problem, self.name, config, phase)
+        found: Offer = stated.offer(problem, self.name, config, phase)
         return found
 
     def signature(self, problem: Any, config: Any, phase: str) -> str | None:
@@ -149,9 +159,8 @@ class Implementation:
         own = self.optional("signature", None)
         if own is not None:
             return str(own(problem, config, phase))
-        if not self.levels_name:
-            return None
-        found: str | None = importlib.import_module(self.levels_name).LEVELS.signature(problem, self.name, config, phase)
+        stated = self.levels
+        found: str | None = None if stated is None else stated.signature(problem, self.name, config, phase)
         return found
 
     def launcher(self, phase: str) -> Callable[..., Any]:

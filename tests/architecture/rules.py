@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "stats": ("spec",),
     "features": ("spec",),
     "backends": FOUNDATION,
-    "schedule": (*FOUNDATION, "backends"),
+    "schedule": (*FOUNDATION, "backends", "rng"),
     "layout": (*FOUNDATION, "backends"),
     "graphs": FOUNDATION,
     "repeatable": FOUNDATION,

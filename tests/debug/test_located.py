@@ -203,4 +203,6 @@ def test_inside_a_fused_layer_the_operator_is_named_on_demand():
     report = checker.compare(run(checker, b, job.loss), trace=run(checker, job.model, job.loss))
     assert (report.first.module, report.first.direction) == ("model.layers.1", "forward"), str(report)
     assert report.first.key.name == "rms_norm 2.0", str(report)  # the first is input_layernorm's
+    assert "operator: rms_norm stands for F.rms_norm, torch.add" in str(report)
+    assert report.to_json()["operators"]["attention"] == ["F.scaled_dot_product_attention"]
     assert str(report.first.cause) == "eps: post_attention_layernorm.variance_epsilon is 1e-05 in A and 0.001 in B"

@@ -203,3 +203,78 @@ def test_every_operator_states_its_levels_and_their_price():
         for phase, cut in levels.cuts.items():
             assert len(cut.given) == operator.phases[phase].num_tensors, (name, phase)
             assert cut.made.count("+") == len(cut.sums), (name, phase)
+
+
+def planted(name, phase, launcher):
+    """Replace the CPU launcher of an operator; returns how to put it back."""
+    operator = catalog.operators()[name]
+    eager = next(i for i in operator.implementations() if i.name == "eager")
+    honest = eager.launcher(phase)
+    eager.replaced[phase] = lambda *args: launcher(honest, *args)
+    operator.forget()
+
+    def undo():
+        eager.replaced.clear()
+        operator.forget()
+
+    return undo
+
+
+def test_a_kernel_that_does_not_repeat_is_caught():
+    calls = iter(range(10**6))
+    sample = next(s for s in SAMPLES if s.name == "softmax")
+    undo = planted("softmax", "fwd", lambda honest, *args: honest(*args) * (1 + 1e-6 * (next(calls) % 7 == 6)))
+    try:
+        with om.force(softmax="eager"), om.determinism(1):
+            given = drawn(sample, 13)
+            first = outcome(sample, *given, 0)
+            found = [differing(first.outputs, outcome(sample, *given, 0).outputs) for _ in range(20)]
+        assert [0] in found
+    finally:
+        undo()
+
+
+def test_a_kernel_that_sees_how_many_documents_are_packed_is_caught():
+    q, ends = torch.randn(9, 2, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
+
+    def nosy(honest, p, config, *tensors):
+        out, lse = honest(p, config, *tensors)
+        return out * (1 + 1e-6 * p.documents), lse
+
+    undo = planted("attention", "fwd", nosy)
+    try:
+        with om.determinism(2):
+            together = om.attention(q, q, q, cu_seqlens_q=ends)
+            alone = om.attention(q[:4], q[:4], q[:4], cu_seqlens_q=ends[:2])
+        assert differing([together[:4]], [alone]) == [0]
+    finally:
+        undo()
+
+
+def test_gradients_of_16_bit_parameters_are_summed_in_fp32_and_rounded_once():
+    x, dy = torch.randn(3 * BLOCK, 65).bfloat16(), torch.randn(3 * BLOCK, 65).bfloat16()
+    wide = torch.ones(65).requires_grad_()
+    narrow = torch.ones(65).bfloat16().requires_grad_()
+    with om.determinism(2, token_block=BLOCK):
+        om.rms_norm(x, wide).backward(dy)
+        om.rms_norm(x, narrow).backward(dy)
+    assert narrow.grad.dtype == torch.bfloat16
+    assert torch.equal(narrow.grad, wide.grad.bfloat16())
+
+
+def test_an_operator_that_states_nothing_keeps_level_one_and_refuses_two():
+    operator = catalog.operators()["softmax"]
+    kept = [(i, i.levels_name) for i in operator.implementations()]
+    x = torch.randn(3, 5)
+    try:
+        for implementation, _ in kept:
+            implementation.levels_name, implementation._levels = "ops_math.ops.softmax.levels_of_nobody", None
+        operator.forget()
+        with om.determinism(1):
+            om.softmax(x)
+        with om.determinism(2), pytest.raises(UnsupportedError, match=r"eager: offers no determinism level 2 .*\(it states no more\)"):
+            om.softmax(x)
+    finally:
+        for implementation, name in kept:
+            implementation.levels_name, implementation._levels = name, None
+        operator.forget()

@@ -127,3 +127,20 @@ def test_a_model_is_calibrated_from_the_command_line_and_the_record_is_written(c
 def test_a_model_that_does_not_exist_is_refused():
     result = RUNNER.invoke(application, ["calibrate", "--model", "llama-9t"])
     assert str(result.exception).startswith("calibrate: --model must be one of 'llama-tiny'")
+
+
+def test_at_level_two_it_explains_the_choice_that_a_call_gets():
+    operator = catalog.operators()["layer_norm"]
+    with om.determinism(2):
+        om.reset_stats()
+        om.layer_norm(torch.randn(3, 64), torch.ones(64))
+        (ran,) = om.stats().rows
+        problem = operator.phases["fwd"].problem_of(
+            torch.randn(3, 64), None, torch.ones(64), None, None, None, 1e-5, 0.0, torch.float32, None
+        )
+        found = schedule.explain(operator, "fwd", problem, backends.device_of(torch.device("cpu")))
+    assert [r.implementation for r in found.rows if r.runs] == [ran.implementation] == ["eager"]
+    vendor = next(r for r in found.rows if r.implementation == "vendor")
+    assert vendor.words == (
+        "offers no determinism level 2 for this problem (PyTorch's kernels choose their order of sums by the number of rows)"
+    )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ops_math as om
-from ops_math import catalog
+from ops_math import ArgumentError, catalog
 from ops_math.dispatch import count_tensors
 from ops_math.stats import stats
 
@@ -52,3 +52,14 @@ def test_products_are_counted_by_pytorchs_counter():
     with FlopCounterMode(display=False) as counter:
         om.attention(q, q, q)
     assert counter.get_total_flops() == 2 * 2 * 2 * 4 * 8 * 8 * 16
+
+
+def test_every_operator_names_functions_of_pytorch_that_it_stands_for():
+    for name in catalog.operators():
+        for function in om.stands_for(name):
+            home, _, attribute = function.partition(".")
+            assert callable(getattr({"F": torch.nn.functional, "torch": torch}[home], attribute)), (name, function)
+    with pytest.raises(
+        ArgumentError, match=r"^stands_for: operator must be one of 'cross_entropy', .*; got 'softmin'\. Pick one of these\.$"
+    ):
+        om.stands_for("softmin")

@@ -59,6 +59,9 @@ def explain(
     Raises: UnsupportedError where nothing can run it, as a call would.
     """
     policy = policy or settings.policy()._replace(determinism=settings.determinism_level())
+    stated = operator.implementations()[0].levels
+    if policy.determinism >= 2 and stated is not None:  # as a call is chosen for: without its rows
+        problem = stated.canonical(problem, policy.token_block)
     record = record_for(device) if record is None else record
     storage, cost = operator.file("problem").storage(problem), operator.cost(problem, phase)
     on = record.on(device, storage)

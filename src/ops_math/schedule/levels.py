@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ops_math.rng import Rng
 from ops_math.spec import DTYPE_OF, Offer
 
 NO_STATEMENT = "it states no more"
@@ -88,6 +89,9 @@ class Levels(NamedTuple):
         return run
 
 
+NOTHING_STATED = Levels({}, "unknown", whole={})
+
+
 class _Call(NamedTuple):
     """A call to cut: the problem with parameters in at least fp32, its tensors by rows."""
 
@@ -102,9 +106,7 @@ class _Call(NamedTuple):
             if t is None or letter in ".w" or (letter == "l" and self.problem.reduction != "none"):
                 parts.append(t)
             elif letter == "s":
-                moved = t.clone()
-                moved[2].add_(start)
-                parts.append(moved)
+                parts.append(Rng.of_state(t).at_row(start).state)
             else:
                 parts.append(_laid(t[start:stop]))
         return self.problem._replace(rows=stop - start), parts

@@ -1,5 +1,6 @@
 """Prove that two runs agree, or say which module first does not, forward or backward, and why."""
 
+from ops_nn.debug.band import Band, Judgement, loss_band
 from ops_nn.debug.causes import Cause
 from ops_nn.debug.checker import ConsistencyChecker
 from ops_nn.debug.figures import Figures
@@ -10,16 +11,19 @@ from ops_nn.debug.selfcheck import SelfCheck, selfcheck
 from ops_nn.debug.trace import Key, Record, Trace
 
 __all__ = [
+    "Band",
     "Cause",
     "ConsistencyChecker",
     "Figures",
     "Finding",
+    "Judgement",
     "Key",
     "Record",
     "Replay",
     "Report",
     "SelfCheck",
     "Trace",
+    "loss_band",
     "replay_file",
     "selfcheck",
 ]

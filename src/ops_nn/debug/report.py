@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ops_math as om
 from ops_nn.debug.causes import Cause, first_given, likely_cause
 from ops_nn.debug.compare import Comparison, Culprit, Row
 from ops_nn.debug.figures import Figures
@@ -17,6 +19,7 @@ from ops_nn.debug.verdict import BITWISE, DIFFERENT, ROUNDING, Difference
 
 FORMAT = 1
 _SHOWN = 8
+_OPERATOR = re.compile(r"([a-z_]+) \d+(\.\d+)*")  # how a trace names what a fused operator returned: `rms_norm 2.0`
 _FORWARD, _BACKWARD = (FORWARD,), (INPUT_GRADIENT, PARAMETER_GRADIENT)
 
 
@@ -79,6 +82,7 @@ class Report:
         refusals: in lockstep, modules of B that cannot run on A's inputs, with the reason.
         structure: how the models differ, the first first; notes: what is to be known of the observation.
         given: a difference of the batch, which explains all that follows.
+        operators: for each fused operator that was seen (`observe="operators"`), PyTorch's functions that it stands for.
         reproduce: how to reproduce the first finding.
         dumped: the file for `ops-math replay`, or None.
     """
@@ -94,6 +98,7 @@ class Report:
         self.counts = Counter(row.verdict for row in self.rows)
         self.verdict = next((v for v in (DIFFERENT, ROUNDING) if self.counts[v]), BITWISE)
         self.refusals = list(refusals)
+        self.operators = _operators(comparison)
         if self.findings or self.refusals:
             self.verdict = DIFFERENT
         self.largest = max(self.rows, key=lambda row: row.difference.l2, default=None)
@@ -121,6 +126,7 @@ class Report:
             lines.append(f"and {len(self.findings) - _SHOWN} more")
         if self.largest is not None and self.largest.difference.l2 > 0:
             lines.append(f"largest relative error: {_number(self.largest.difference.l2)} at {self.largest.key}")
+        lines += [f"operator: {name} stands for {', '.join(functions)}" for name, functions in self.operators.items()]
         if self.reproduce:
             lines.append(f"to reproduce: {self.reproduce}")
         for title, words in (
@@ -154,6 +160,7 @@ class Report:
                 }
                 for r in self.rows
             ],
+            "operators": {name: list(functions) for name, functions in self.operators.items()},
             "refusals": self.refusals,
             "structure": self.structure,
             "notes": self.notes,
@@ -185,6 +192,19 @@ class Report:
         for kind, text in texts.items():
             replace(place / f"comparison.{kind}", lambda path, text=text: path.write_text(text, encoding="utf-8"))  # type: ignore[misc]
         return place
+
+
+def _operators(comparison: Comparison) -> dict[str, tuple[str, ...]]:
+    """The fused operators whose results either run shows, in the order in which they were seen, with what they stand for."""
+    found: dict[str, tuple[str, ...]] = {}
+    for key in (*comparison.a.records, *comparison.b.records):
+        named = _OPERATOR.fullmatch(key.name) if key.direction == FORWARD else None
+        if named is not None and named[1] not in found:
+            try:
+                found[named[1]] = om.stands_for(named[1])
+            except om.ArgumentError:  # an operator of the version that wrote the trace
+                found[named[1]] = ("something that this version does not know",)
+    return found
 
 
 def _finding(comparison: Comparison, culprit: Culprit) -> Finding:

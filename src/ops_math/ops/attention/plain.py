@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from ops_math.ops.attention import reference
 from ops_math.spec import compute_dtype
 
+STANDS_FOR = ("F.scaled_dot_product_attention",)  # PyTorch's functions that the operator takes the place of
+
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool | str = False, scale: float | None = None,

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 from ops_math.spec import compute_dtype
 
+STANDS_FOR = ("F.cross_entropy",)  # PyTorch's functions that the operator takes the place of
+
 
 def cross_entropy(
     logits: torch.Tensor,

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 from ops_math.ops.cross_entropy.plain import cross_entropy
 
+STANDS_FOR = ("F.linear", "F.cross_entropy")  # PyTorch's functions that the operator takes the place of
+
 
 def linear_cross_entropy(
     x: torch.Tensor,

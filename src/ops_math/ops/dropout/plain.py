@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 from ops_math.rng import Rng, honoured, keep_mask
 
+STANDS_FOR = ("F.dropout",)  # PyTorch's functions that the operator takes the place of
+
 
 def dropout(x: torch.Tensor, p: float, *, rng: Rng | None = None) -> torch.Tensor:
     """`F.dropout`; with an Rng its mask, so that switching the library off drops the same elements."""

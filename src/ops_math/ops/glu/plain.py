@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+STANDS_FOR = ("F.silu", "F.gelu", "torch.mul")  # PyTorch's functions that the operator takes the place of
+
 
 def _unpack(gate_up: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
     if interleaved:

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 from ops_math.rng import Rng, honoured, keep_mask
 
+STANDS_FOR = ("F.layer_norm", "torch.add", "F.dropout")  # PyTorch's functions that the operator takes the place of
+
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, *, eps: float = 1e-5) -> torch.Tensor:
     """`F.layer_norm`."""

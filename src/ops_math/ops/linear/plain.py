@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 from ops_math.spec import compute_dtype
 
+STANDS_FOR = ("F.linear",)  # PyTorch's functions that the operator takes the place of
+
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, parts: tuple[int, int] = (1, 1), wide: bool = False

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 from ops_math.spec import compute_dtype
 
+STANDS_FOR = ("F.rms_norm", "torch.add")  # PyTorch's functions that the operator takes the place of
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float = 1e-6, weight_offset: float = 0.0) -> torch.Tensor:
     """`F.rms_norm`, with the offset added to the weight first."""

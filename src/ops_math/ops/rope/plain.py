@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+STANDS_FOR = ("torch.mul", "torch.cat", "torch.add")  # PyTorch's functions that the operator takes the place of
+
 
 def _tables(
     table: torch.Tensor, x: torch.Tensor, position_ids: torch.Tensor | None, rotary_dim: int | None, interleaved: bool

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+STANDS_FOR = ("F.softmax",)  # PyTorch's functions that the operator takes the place of
+
 
 def softmax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """`F.softmax`."""
