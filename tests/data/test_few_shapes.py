@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ops_math import catalog, schedule
+from ops_math.dispatch import _Known
 from ops_math.schedule import first_meeting
 from ops_math.schedule.live import LIVE, changed
 from ops_math.schedule.record import Measurement, bucket, policy_text
@@ -65,12 +66,17 @@ def trained(config, batches, stop=None):
         model(**batch).loss.backward()
 
 
+def choices(phase):
+    """How many problems of a phase were chosen for; calls by their tensors are remembered beside them."""
+    return sum(not isinstance(found, _Known) for found in phase.memo.values())
+
+
 @pytest.mark.parametrize(("config", "batches", "most", "most_attention"), [PACKED, TRIMMED], ids=["packed", "trimmed"])
 def test_two_hundred_lengths_make_a_bounded_number_of_choices(config, batches, most, most_attention):
     for operator in catalog.operators().values():
         operator.forget()
     trained(config, batches)
-    chosen = {(name, phase): len(p.memo) for name, o in catalog.operators().items() for phase, p in o.phases.items() if p.memo}
+    chosen = {(name, phase): choices(p) for name, o in catalog.operators().items() for phase, p in o.phases.items() if p.memo}
     assert {("attention", "fwd"), ("linear_cross_entropy", "fwd")} <= chosen.keys()
     sites = 2  # an operator may stand at two places of a model, as a norm alone and behind a sum
     for (name, _), count in chosen.items():
@@ -88,7 +94,7 @@ def test_without_rounding_two_hundred_lengths_make_two_hundred_choices():
             yield {"input_ids": ids, "labels": ids}
 
     trained(LLAMA, batches)
-    assert len(catalog.operators()["attention"].phases["fwd"].memo) == 20
+    assert choices(catalog.operators()["attention"].phases["fwd"]) == 20
 
 
 @pytest.mark.parametrize(("config", "batches", "most", "most_attention"), [PACKED, TRIMMED], ids=["packed", "trimmed"])

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ops_math import features, settings
-from ops_math.blocks import norms
+from ops_math import features, recompute, settings
+from ops_math.blocks import norms, pinned
 from ops_math.blocks.attention import Heads, Options
-from ops_math.blocks.products import bias_grad, dtypes_of, rows, weight_grad
+from ops_math.blocks.products import bias_grad, dtypes_of, owners_of, rows, weight_grad
 from ops_math.blocks.streams import Unsummed
 from ops_math.dispatch import apply, needs_grad, once_differentiable
 from ops_math.layout import adjoining
@@ -72,7 +72,7 @@ class _Block(torch.autograd.Function):
             total, w_open, rstd_open, h, q, k, v, out, lse, cos, sin, position_ids, wo, s, w_close, rstd_close, *affines[::2]
         )
         ctx.set_materialize_grads(False)
-        ctx.rule = rule
+        ctx.rule, ctx.owners = rule, owners_of((wo, bo, *affines))
         ctx.dtypes = x.dtype, None if branch is None else branch.dtype, last.dtype, out.dtype, dtypes_of((wo, bo, *affines))
         return y, s
 
@@ -87,7 +87,7 @@ class _Block(torch.autograd.Function):
         dy = torch.zeros_like(s, dtype=out_dtype) if dy is None else dy
         ds, dw_close = RMS_NORM.bwd(dy, ds, s, w_close, rstd_close, *rule.closing, True, need_close)
         dlast_MN = rows(ds.to(last_dtype))
-        dwo = weight_grad(dlast_MN, out.view(-1, wo.shape[1]), dtypes[0]) if need_wo else None
+        dwo = weight_grad(dlast_MN, out.view(-1, wo.shape[1]), dtypes[0], ctx.owners[0]) if need_wo else None
         dbo = bias_grad(dlast_MN, dtypes[1]) if need_bo else None
         dout = (dlast_MN @ wo).view(out.shape)
         dq, dk, dv = ATTENTION.bwd(dout, q, k, v, out, lse, *_NO_MASKS, *rule.attention, False, True, True, True)
@@ -95,7 +95,7 @@ class _Block(torch.autograd.Function):
         if rule.rotary_dim:
             dq, dk = ROPE.bwd(dq, dk, cos, sin, position_ids, rule.rotary_dim, dq.shape[2], False, q.dtype)
         upstream = need_x or need_branch or need_open
-        dh_MK, grads = _products_backward(h, weights, (dq, dk, dv), dtypes[2:], needed, upstream)
+        dh_MK, grads = _products_backward(h, weights, (dq, dk, dv), dtypes[2:], ctx.owners[1:], needed, upstream)
         dx = dbranch = dw_open = None
         if dh_MK is not None:
             dsum = None if branch_dtype is None else ds.to(total.dtype)
@@ -111,14 +111,20 @@ class _Block(torch.autograd.Function):
 
 
 def _products_backward(
-    h: Tensor, weights: list[Tensor], dys: tuple[Tensor, ...], dtypes: tuple[Any, ...], needed: list[bool], upstream: bool
+    h: Tensor,
+    weights: list[Tensor],
+    dys: tuple[Tensor, ...],
+    dtypes: tuple[Any, ...],
+    owners: tuple[Any, ...],
+    needed: list[bool],
+    upstream: bool,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Gradients of h [M, K] and of each weight and bias in turn."""
     h_MK, dh_MK = rows(h), None
     grads: list[Tensor | None] = []
     for i, (dy, weight) in enumerate(zip(dys, weights, strict=True)):
         dy_MN = dy.reshape(-1, weight.shape[0])
-        grads.append(weight_grad(dy_MN, h_MK, dtypes[2 * i]) if needed[2 * i] else None)
+        grads.append(weight_grad(dy_MN, h_MK, dtypes[2 * i], owners[i]) if needed[2 * i] else None)
         grads.append(bias_grad(dy_MN, dtypes[2 * i + 1]) if needed[2 * i + 1] else None)
         if upstream:
             dh_MK = dy_MN @ weight if dh_MK is None else dh_MK.addmm_(dy_MN, weight)
@@ -137,10 +143,12 @@ def stream(x: Any) -> Tensor:
 
 def takes(x: Any, options: Any) -> bool:
     """Whether a call may be one node: pre-norm with a norm after it, no dropout, plain tensors of no great size, and nothing that traces,
-    casts or looks at single operators. `options` are the keywords that both blocks have."""
+    casts, looks at single operators, asks for our own products or keeps less. `options` are the keywords that both blocks have."""
     if not options.norm_first or options.next_norm is None or options.dropout_p or options.defer or options.narrow:
         return False
     if torch.compiler.is_compiling() or features.any_autocast() or settings.STATE.debug is not None:
+        return False
+    if pinned.pinned() or recompute.wanted():
         return False
     if isinstance(x, Unsummed):
         return x.x.dim() == 3 and x.branch.shape == x.x.shape and x.x.numel() <= MOST

@@ -121,7 +121,7 @@ def load_words(view, ptr, sequence, num_words, num_rows, key, query, BLOCK_N: tl
     if view is not None:
         words = view.load([(sequence * num_words + key // 32).to(tl.int32), query])
     else:
-        numbers, rows = key // 32 + tl.arange(0, tl.cdiv(BLOCK_N, 32)), query + tl.arange(0, BLOCK_M)
+        numbers, rows = key // 32 + tl.arange(0, (BLOCK_N + 31) // 32), query + tl.arange(0, BLOCK_M)
         place = (sequence * num_words + numbers)[:, None] * num_rows + rows[None, :]
         words = tl.load(ptr + place, mask=(numbers < num_words)[:, None] & (rows < num_rows)[None, :], other=0)
     if BLOCK_N < 32:
