@@ -89,7 +89,7 @@ class _Session:
         return tuple(self._finding(group, small=i < most) for i, group in enumerate(grouped.values()))
 
     def _finding(self, group: list[_Seen], small: bool) -> Finding:
-        first = max(group, key=lambda seen: seen.wrong.share)  # of several cases, the one that shows it best
+        first = max(group, key=lambda seen: (seen.posed.is_usual, seen.wrong.share))  # the case that shows it best, of a size to look at
         cases = tuple(f"{s.posed.case.name or 'as given'} in {s.dtype}" for s in group)
         check, output, words, _ = first.wrong
         if not small or first.probe is raising:
