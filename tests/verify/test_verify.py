@@ -186,3 +186,28 @@ def test_a_call_of_many_forms_is_made_of_what_inputs_return():
     assert as_call(x).args == (x,)
     assert as_call((x, {"eps": 1.0})).kwargs == {"eps": 1.0}
     assert run(lambda t, eps: t * eps, as_call((x, {"eps": 1.0}))).names == ("out0", "d0")
+
+
+def test_an_offset_past_two_to_the_31_that_wraps_is_found_without_touching_the_memory_between():
+    def wrapping(x, weight, eps=1e-6):
+        if x.dim() == 2 and x.shape[0] > 1 and x.stride(0) * (x.shape[0] - 1) >= 2**31:
+            x = torch.cat((x[:-1], x[:1]))
+        return broken.norm(x, weight, eps)
+
+    options = {
+        "dtypes": ("bf16",),
+        "tempers": (),
+        "far": True,
+        "skip": ("rounding bias", "strides", "repeats", "graph", "one gradient alone"),
+    }
+    assert held(broken.norm, **options).ok
+    found = finding(held(wrapping, **options), "inputs far apart", "out0")
+    assert found.words == "is wrong where a row lies 2^31 elements behind the first"
+    assert found.smallest.startswith("(bfloat16[2, ")
+
+
+@pytest.mark.slow
+def test_a_compiled_function_is_held_to_the_same_budget():
+    report = held(broken.norm, dtypes=("fp32",), tempers=(), compile="aot_eager", skip=("strides", "graph"))
+    assert report.ok, str(report)
+    assert dict(report.tried)["compiled by aot_eager"] == 2
