@@ -25,9 +25,10 @@ from ops_math.spec import dtype_name as name_of
 from ops_math.stats import counter as counter_for
 
 REASON = "PyTorch draws the mask: no rng was given"
-# Whether PyTorch's kernel is left to draw on a GPU, by (heads wider than 64, causal): where it is faster. tools/gpu/attention_dropout.py
-# times both; all are as measured against our kernels that drew inside their loops (BERT-large, H200, 2026-11-29: cuDNN 2.5 times as fast).
-DRAWS_ITSELF = {(False, False): True, (False, True): True, (True, False): True, (True, True): True}
+# Whether PyTorch's kernel is left to draw on a GPU, by (heads wider than 64, causal): where it is faster, forward and backward together,
+# the gradients joined as a packed projection needs them. tools/gpu/attention_dropout.py on an H200, 2026-11-29: 642 us against our 616 at
+# 32 x 512 x 16 x 64; 2,286 and 2,306 at 8 x 2048 x 32 x 64, causal; 5,185 and 6,359 at 4 x 4096 x 16 x 128.
+DRAWS_ITSELF = {(False, False): False, (False, True): True, (True, False): True, (True, True): True}
 
 
 class Form(NamedTuple):

@@ -37,7 +37,7 @@ class MaskTile(NamedTuple):
     num_warps: int
 
 
-MASK_TILES = (MaskTile(4, 128, 4), MaskTile(2, 128, 4), MaskTile(4, 64, 4), MaskTile(8, 128, 8), MaskTile(8, 128, 4), MaskTile(1, 128, 1))
+MASK_TILES = (MaskTile(1, 128, 1), MaskTile(4, 128, 4), MaskTile(8, 128, 4), MaskTile(8, 128, 8), MaskTile(4, 64, 4), MaskTile(2, 128, 4))
 
 
 class Bits(NamedTuple):
