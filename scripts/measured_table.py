@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +21,23 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 STEPS, NORMS, ATTENTION = "h200.jsonl", "h200_norms_2026-11-29.txt", "h200_attention_2026-11-29.txt"
-# Model, how the README words its numbers, and the rate that its users quote.
-MODELS = (("llama-1b", "bf16", "tokens"), ("bert-large", "bf16 autocast, dropout 0.1", "samples"))
+
+
+class Model(NamedTuple):
+    """A model, how the README words its numbers, the rate that its users quote, and which variants it shows, with what is said of each."""
+
+    name: str
+    words: str
+    unit: str
+    variants: tuple[tuple[str, str], ...] = (("ops", ""),)
+    gradients: bool = True
+
+
+MODELS = (
+    Model("llama-1b", "bf16", "tokens", (("packed+adamw", ""), ("packed+lean+adamw", "norms made again"))),
+    Model("bert-large", "bf16 autocast, dropout 0.1", "samples", (("ops+adamw", ""), ("ops+graphed+adamw", "as one graph"))),
+    Model("llama-tiny", "fp32", "tokens", gradients=False),
+)
 
 
 class Row(NamedTuple):
@@ -58,27 +73,41 @@ def last(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
     return found[-1]
 
 
-def pair(rows: list[dict[str, Any]], model: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Plain PyTorch and ops-math of the newest run of a model: figures of two runs are never put side by side."""
-    ours = last(rows, benchmark="step", model=model, variant="ops")
-    return last(rows, benchmark="step", model=model, variant="plain", **{k: ours[k] for k in ("commit", "command", "device")}), ours
+def together(rows: list[dict[str, Any]], model: str, variants: Sequence[str] = ("ops",)) -> list[dict[str, Any]]:
+    """Plain PyTorch and variants of the newest run of the first of them: figures of two runs are never put side by side."""
+    ours = last(rows, benchmark="step", model=model, variant=variants[0])
+    same = {k: ours[k] for k in ("commit", "command", "device")}
+    return [last(rows, benchmark="step", model=model, variant=variant, **same) for variant in ("plain", *variants)]
 
 
-def step_rows(rows: list[dict[str, Any]], model: str, unit: str) -> list[Row]:
+def step_rows(rows: list[dict[str, Any]], model: Model) -> list[Row]:
     """Speed and memory, and the gradients' error, of one model."""
-    both = pair(rows, model)
-    rates = [row[f"{unit}_per_s"] for row in both]
-    cells = [f"{rate:,.0f}, {row['peak_gib']:.1f} GiB" for rate, row in zip(rates, both, strict=True)]
-    errors = last(rows, benchmark="gradients", model=model)
-    measured_with = "" if errors["commit"] == both[1]["commit"] else f" ({errors['commit'].split()[0]})"
+    plain, *ours = together(rows, model.name, [variant for variant, _ in model.variants])
+    rates = [row[f"{model.unit}_per_s"] for row in (plain, *ours)]
+    cells = [f"{rate:,.0f}, {row['peak_gib']:.1f} GiB" for rate, row in zip(rates, (plain, *ours), strict=True)]
+    told = [f"{cell} ({said})" if said else cell for cell, (_, said) in zip(cells[1:], model.variants, strict=True)]
+    speed = Row(f"{model.name}: {model.unit}/s, peak memory", (cells[0], "; ".join(told)), int(max(rates) > rates[0]))
+    if not model.gradients:
+        return [speed]
+    errors = last(rows, benchmark="gradients", model=model.name)
+    measured_with = "" if errors["commit"] == ours[0]["commit"] else f" ({errors['commit'].split()[0]})"
     return [
-        Row(f"{model}: {unit}/s, peak memory", (cells[0], cells[1]), rates.index(max(rates))),
+        speed,
         Row(
-            f"{model}: gradient error against fp32, worst and median parameter{measured_with}",
+            f"{model.name}: gradient error against fp32, worst and median parameter{measured_with}",
             ("1 and 1", f"{errors['worst_ratio']:.2f} and {errors['median_ratio']:.2f}"),
             None,
         ),
     ]
+
+
+def adamw_row(rows: list[dict[str, Any]]) -> Row:
+    """A step of AdamW on 1.2 billion bf16 parameters: the faster of PyTorch's two, and ours."""
+    wanted = {"benchmark": "optimizer", "model": "llama1b", "kind": "bf16"}
+    ours = last(rows, **wanted, variant="ours")
+    theirs = max((last(rows, **wanted, variant=v, commit=ours["commit"]) for v in ("torch fused", "torch foreach")), key=lambda r: r["gbs"])
+    cells = [f"{row['gbs']:,.0f}, {row['share']:.2f}" for row in (theirs, ours)]
+    return Row("AdamW, 1.2 billion bf16 parameters: GB/s, share of a copy", (cells[0], cells[1]), int(ours["gbs"] > theirs["gbs"]))
 
 
 def norm_row(lines: list[str]) -> Row:
@@ -120,16 +149,19 @@ def table(read: Callable[[str], list[str]] = lambda name: (RESULTS / name).read_
     """What stands between the markers; `read` gives a result file's lines."""
     rows = [json.loads(line) for line in read(STEPS) if line]
     norms, attention = read(NORMS), read(ATTENTION)
-    shown = [row for model, _, unit in MODELS for row in step_rows(rows, model, unit)] + [norm_row(norms), attention_row(attention)]
+    shown = [row for model in MODELS for row in step_rows(rows, model)]
+    shown += [adamw_row(rows), norm_row(norms), attention_row(attention)]
     ran = []
-    for model, words, _ in MODELS:
-        facts = pair(rows, model)[1]
+    for model in MODELS:
+        facts = together(rows, model.name, [variant for variant, _ in model.variants])[1]
         size = f"{facts['batch']} x {facts['seq']} tokens"
-        ran.append(f"`python benchmarks/steps.py --model {model}` ({size}, {words}; {facts['commit'].split()[0]})")
-    facts = pair(rows, MODELS[0][0])[1]
+        names = ",".join(["plain", *(variant for variant, _ in model.variants)])
+        ran.append(f"`--model {model.name} --variants {names}` ({size}, {model.words}; {facts['commit'].split()[0]})")
+    facts = last(rows, benchmark="step", model=MODELS[0].name, variant=MODELS[0].variants[0][0])
     live = f"One {facts['device']}, torch {facts['torch'].split('+')[0]}, Triton {facts['triton']}, {facts['date']}."
-    head = f"{live} Whole steps, plain PyTorch and ops-math interleaved in one run: " + " and ".join(ran) + "."
+    head = f"{live} Whole steps, interleaved in one run of `python benchmarks/steps.py`: " + "; ".join(ran) + "."
     foot = (
+        "AdamW: `python benchmarks/optimizer.py llama1b`. "
         f"The last two rows come from {source(norms, NORMS)} and {source(attention, ATTENTION)}. "
         "All rows, losses too, are in [benchmarks/results](benchmarks/results)."
     )
