@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import ops_math as om
+from ops_nn.features import in_backward
 
 SOURCE = "ops_math_rng"  # where blocks and modules look for the stream of a module
 CALLS = 64  # calls of one module a step: streams are numbered (step * CALLS + call) * MASKS
@@ -49,11 +50,6 @@ class _Open(NamedTuple):
     step: int
     first_row: int
     call: int
-
-
-def _in_backward() -> bool:
-    """Whether this thread runs a backward: a module that is called now is recomputed (activation checkpointing)."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class _Step:
@@ -133,7 +129,7 @@ class SeedPool:
             raise om.ArgumentError(f"SeedPool.step: first_row must be at least 0; got {first_row}. Pass the rows before this piece.")
         if number != self._place.step:
             self._open.clear()
-        return _Step(self, _Place(number, first_row, _in_backward()))
+        return _Step(self, _Place(number, first_row, in_backward()))
 
     def _go(self, place: _Place) -> None:
         self._place = place
@@ -153,7 +149,7 @@ class SeedPool:
             UnsupportedError: for the 65th call in one step; where several calls could be the one that is recomputed.
         """
         place = self._place
-        if _in_backward() and not place.again:
+        if in_backward() and not place.again:
             where = self._recomputed(name)
             first = (where.step * CALLS + where.call) * MASKS
             return self._base(name, torch.device(device)).child(first).at_row(where.first_row)
@@ -266,9 +262,7 @@ def _chance(module: nn.Module) -> bool:
 
 def _own_way(module: nn.Module) -> str:
     """Why a module that draws cannot be keyed, empty where it is."""
-    from ops_nn.modules.attention import Attention
-
-    if type(module) is nn.Dropout or isinstance(module, Attention) or om.part_of(module).fused:
+    if type(module) is nn.Dropout or getattr(type(module), "draws_from_pool", False) or om.part_of(module).fused:
         return ""
     return f"{type(module).__name__} calls PyTorch's generator in its forward, unless a block reads it"
 

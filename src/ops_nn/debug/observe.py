@@ -33,6 +33,7 @@ from ops_nn.debug.trace import (
     Record,
     Trace,
 )
+from ops_nn.features import in_backward
 
 FULL = "full"
 _plain_call = nn.Module.__call__
@@ -108,11 +109,6 @@ def remove() -> None:
 def run_plainly(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a module as if nobody watched it."""
     return _plain_call(module, *args, **kwargs)
-
-
-def in_backward() -> bool:
-    """Whether this thread runs a backward: a module that is called now is recomputed (activation checkpointing)."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _local(t: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ class Attention(nn.Module):
     checkpoints.
     """
 
+    draws_from_pool = True  # of an `ops_nn.SeedPool` that is attached
+
     def __init__(
         self,
         hidden_size: int,
