@@ -68,7 +68,12 @@ class Rng:
 
 
 def state_for(operator: str, rng: Rng | None, device: torch.device) -> torch.Tensor:
-    """The state tensor of `rng`, or one drawn from PyTorch's generator of the device."""
+    """The state tensor of `rng`, or one drawn from PyTorch's generator of the device: not from level 2 on, where a piece of the batch must
+    find its part of the mask again."""
+    if rng is None and settings.determinism_level() >= 2:
+        level = settings.determinism_level()
+        do = "Pass om.Rng(key, device), for a piece with at_row(first row); in a model attach an ops_nn.SeedPool."
+        checks.fail(operator, "rng", f"given at determinism level {level}, where a mask may not follow the batch", "None", do)
     if rng is None:  # one launch; a random stream and a random first row are as good as zeros
         return torch.randint(-(2**62), 2**62, (3,), dtype=torch.int64, device=device)
     if not isinstance(rng, Rng):
@@ -80,9 +85,10 @@ def state_for(operator: str, rng: Rng | None, device: torch.device) -> torch.Ten
 
 def draws(x: torch.Tensor) -> bool:
     """Whether PyTorch draws the mask of a call without an Rng: on a CPU, where a keyed mask costs twice what PyTorch's own does. Not while
-    tracing, where a recomputation could draw another one, nor where dropout's implementation is forced."""
+    tracing, where a recomputation could draw another one, nor where dropout's implementation is forced or a level asks for a key."""
     forced = any(name == "dropout" for name, _ in settings.policy().forced)
-    return x.device.type == "cpu" and not (forced or torch.compiler.is_compiling() or settings.triton_interpret())
+    keyed = forced or settings.determinism_level() >= 2
+    return x.device.type == "cpu" and not (keyed or torch.compiler.is_compiling() or settings.triton_interpret())
 
 
 def drawn(operator: str, x: torch.Tensor, p: float) -> torch.Tensor:

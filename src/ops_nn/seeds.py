@@ -26,14 +26,18 @@ _CHANCES = ("dropout", "attention_dropout", "dropout_p", "activation_dropout", "
 
 
 class Attached(NamedTuple):
-    """What `attach` found: modules whose masks are keyed now, and those that still draw from PyTorch's generator, with the reason."""
+    """What `attach` found: modules whose masks are keyed now, those that still draw from PyTorch's generator, with the reason, and those of
+    other people that are keyed where a block reads them (`om.residual_attention`, `om.residual_mlp`) and draw by themselves elsewhere."""
 
     keyed: tuple[str, ...]
     unkeyed: tuple[tuple[str, str], ...]
+    in_blocks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        head = f"{len(self.keyed)} modules draw from the pool"
-        return "\n".join([head, *(f"  {path}: draws by itself: {why}" for path, why in self.unkeyed)])
+        lines = [f"{len(self.keyed)} modules draw from the pool"]
+        only = "draws from the pool where om.residual_attention or om.residual_mlp reads it, by itself where its own forward runs"
+        lines += [f"  {path or 'the model'}: {only}" for path in self.in_blocks]
+        return "\n".join([*lines, *(f"  {path or 'the model'}: draws by itself: {why}" for path, why in self.unkeyed)])
 
 
 class _Place:
@@ -203,7 +207,7 @@ class SeedPool:
         if not isinstance(model, nn.Module):
             raise om.ArgumentError(f"SeedPool.attach: model must be a torch.nn.Module; got {type(model).__name__}. Pass the model itself.")
         devices = {p.device for p in model.parameters()} or {torch.device("cpu")}
-        keyed, unkeyed = [], []
+        keyed, unkeyed, in_blocks = [], [], []
         for path, module in model.named_modules():
             if not any(_chance(part) for part in module.modules()):
                 continue
@@ -212,12 +216,16 @@ class SeedPool:
             if type(module) is nn.Dropout:
                 module.__dict__["forward"] = _Dropout(module, source)
             if _chance(module):
-                why = _own_way(module)
-                unkeyed.append((path, why)) if why else keyed.append(path)
+                if _draws_here(module):
+                    keyed.append(path)
+                elif om.part_of(module).fused:
+                    in_blocks.append(path)
+                else:
+                    unkeyed.append((path, f"{type(module).__name__} calls PyTorch's generator in its forward, unless a block reads it"))
             for device in devices:  # before anything is traced: a tensor made while tracing would not outlive it
                 for site in ("", ":residual_attention", ":residual_mlp"):
                     self._stream(path + site, device, 0)
-        return Attached(tuple(keyed), tuple(unkeyed))
+        return Attached(tuple(keyed), tuple(unkeyed), tuple(in_blocks))
 
     def detach(self, model: nn.Module) -> None:
         """Take the streams out of a model's modules."""
@@ -260,11 +268,9 @@ def _chance(module: nn.Module) -> bool:
     return any(isinstance(c, float) and c > 0 for c in (module.__dict__.get(name) for name in _CHANCES))
 
 
-def _own_way(module: nn.Module) -> str:
-    """Why a module that draws cannot be keyed, empty where it is."""
-    if type(module) is nn.Dropout or getattr(type(module), "draws_from_pool", False) or om.part_of(module).fused:
-        return ""
-    return f"{type(module).__name__} calls PyTorch's generator in its forward, unless a block reads it"
+def _draws_here(module: nn.Module) -> bool:
+    """Whether a module's own forward asks the pool."""
+    return type(module) is nn.Dropout or getattr(type(module), "draws_from_pool", False)
 
 
 def _held(model: nn.Module, pool: SeedPool) -> Iterator[nn.Module]:

@@ -181,8 +181,10 @@ def test_a_script_that_cannot_be_run_is_refused_in_words(tmp_path):
         checked(tmp_path, "")
     with pytest.raises(om.ArgumentError, match=r"make_step\(\) must return a model and a function that runs one step; got int\."):
         checked(tmp_path, "def make_step():\n    return 1\n")
-    with pytest.raises(om.UnsupportedError, match=r"^selfcheck: train\.py failed \(ZeroDivisionError: division by zero\)\. Run it alone"):
+    with pytest.raises(om.UnsupportedError, match=r"^selfcheck: train\.py failed at line \d+ \(ZeroDivisionError: division by zero\)\. Call make"):
         checked(tmp_path, "1 / 0\n")
+    with pytest.raises(om.ArgumentError, match=r"the step of make_step\(\) must call the model that is returned with it; got a step in"):
+        checked(tmp_path, "def make_step():\n    return nn.Linear(2, 2), lambda: None\n")
     with pytest.raises(om.UnsupportedError, match=r"did not end within 2 s\. Give it fewer steps, or more time by --seconds\."):
         checked(tmp_path, "import time\ntime.sleep(60)\n", seconds=2.0)
     with pytest.raises(om.ArgumentError, match=r"^selfcheck: SCRIPT must be a Python file; got nowhere\.py\."):

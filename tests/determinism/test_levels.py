@@ -188,6 +188,29 @@ def test_dropout_in_attention_says_why_it_is_not_level_three():
         om.attention(q, q, q, dropout_p=0.1, rng=om.Rng(1))
 
 
+@pytest.mark.parametrize("level", [2, 3])
+@pytest.mark.parametrize("name", ["dropout", "attention", "layer_norm"])
+def test_from_level_two_on_a_mask_without_a_key_is_refused_and_one_with_a_key_is_drawn(name, level):
+    x, q = torch.randn(4, 8), torch.randn(1, 4, 2, 8)
+    calls = {
+        "dropout": lambda rng: om.dropout(x, 0.5, rng=rng),
+        "attention": lambda rng: om.attention(q, q, q, dropout_p=0.5, rng=rng),
+        "layer_norm": lambda rng: om.add_layer_norm(x, x, torch.ones(8), torch.zeros(8), dropout_p=0.5, rng=rng),
+    }
+    with om.determinism(1):
+        calls[name](None)
+    with om.determinism(level):
+        with pytest.raises(
+            ArgumentError,
+            match=rf"^(add_)?{name}: rng must be given at determinism level {level}, where a mask may not follow the batch; got None\. "
+            r"Pass om\.Rng\(key, device\), for a piece with at_row\(first row\); in a model attach an ops_nn\.SeedPool\.$",
+        ):
+            calls[name](None)
+        if (name, level) != ("attention", 3):  # whose mask counts heads, so that level 3 is refused for its own reason
+            calls[name](om.Rng(1))
+    om.dropout(x, 0.0)
+
+
 def test_a_level_or_token_block_that_is_none_is_refused():
     with pytest.raises(ArgumentError, match=re.escape("determinism: level must be one of 0, 1, 2, 3; got 5. Pick one of these.")):
         om.determinism(5)

@@ -201,6 +201,29 @@ def test_a_module_that_draws_in_its_own_way_is_named():
     assert found.unkeyed == (("0", "LSTM calls PyTorch's generator in its forward, unless a block reads it"),)
 
 
+def test_a_module_that_is_keyed_in_a_block_alone_is_named_since_its_own_forward_draws_by_itself():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.3, batch_first=True)
+    pool = SeedPool(1)
+    found = pool.attach(layer)
+    assert (found.keyed, found.unkeyed, found.in_blocks) == (("dropout", "dropout1", "dropout2"), (), ("self_attn",))
+    assert str(found) == (
+        "3 modules draw from the pool\n"
+        "  self_attn: draws from the pool where om.residual_attention or om.residual_mlp reads it, by itself where its own forward runs"
+    )
+    x = torch.randn(2, 5, 16)
+
+    def plain():
+        pool.step(0)
+        return layer.self_attn(x, x, x, need_weights=False)[0]
+
+    def block():
+        pool.step(0)
+        return om.residual_attention(x, layer.norm1, layer.self_attn)
+
+    assert not torch.equal(plain(), plain())
+    assert torch.equal(block(), block())
+
+
 def test_what_cannot_be_placed_is_refused_and_can_be_said(model):
     pool = pooled(model)
     layer = model.layers[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,36 @@ def test_what_a_function_refuses_in_words_is_listed_and_no_fault():
     assert any("ValueError: norm_of_16: the width must be a multiple of 16" in text for text in report.refused)
 
 
+def test_a_reason_that_many_cases_share_is_printed_once_with_their_number():
+    def refusing(x, weight, **options):
+        raise ValueError("never")
+
+    text = str(held(refusing, dtypes=("fp32",)))
+    lines = [line for line in text.splitlines() if line.startswith("refuses")]
+    assert len(lines) == 1
+    assert re.fullmatch(r"refuses \d+ cases, the first norm_inputs.* in fp32: ValueError: never", lines[0])
+
+
+def test_a_module_whose_parameters_are_not_arguments_says_that_their_gradients_are_not_looked_at():
+    module = torch.nn.RMSNorm(48, eps=1e-6)
+
+    def reference(x, weight=1.0):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+    few = {"dtypes": ("fp32",), "tempers": (), "faults": ()}
+    report = verify(module, reference=reference, inputs=lambda d, rows=9: (d.normal(rows, 48),), **few)
+    words = "no gradient of theirs is looked at; make them arguments by torch.func.functional_call"
+    assert report.ok
+    assert report.skipped == (f"parameters of the module (weight): {words}",)
+
+    def both(x, weight):
+        return torch.func.functional_call(module, {"weight": weight}, (x,))
+
+    report = verify(both, reference=reference, inputs=lambda d, rows=9: (d.normal(rows, 48), d.normal(48)), **few)
+    assert report.ok
+    assert report.skipped == ()
+
+
 def test_a_division_by_zero_on_no_rows_is_a_fault_and_not_a_refusal():
     report = held(broken.norm_dividing_by_rows, dtypes=("fp32",))
     assert finding(report, "runs").words == "stops with ZeroDivisionError: integer division or modulo by zero"
@@ -137,6 +168,7 @@ def test_inputs_may_be_a_mapping_a_sequence_or_a_function_that_returns_one():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
+        ({"op": torch.nn.RMSNorm}, "verify: op must be a function, or a module that is made; got the class RMSNorm. Make one: RMSNorm(...)."),
         ({"dtypes": ("fp8",)}, "verify: dtypes must be one of 'fp32', 'bf16', 'fp16'; got 'fp8'. Pick one of these."),
         ({"inputs": [3]}, "verify: inputs must be functions of a draw, e.g. `lambda d, rows=64: (d.normal(rows, 256),)`, or Cases; "
          "got int. See ops_math.testing.Draw for what a draw makes."),
@@ -144,7 +176,7 @@ def test_inputs_may_be_a_mapping_a_sequence_or_a_function_that_returns_one():
 )  # fmt: skip
 def test_what_cannot_be_verified_is_refused_in_words(options, sentence):
     with pytest.raises(checks.ArgumentError) as error:
-        held(broken.norm, **options)
+        held(**{"op": broken.norm, **options})
     assert str(error.value) == sentence
 
 

@@ -102,7 +102,7 @@ class Report(NamedTuple):
         total = sum(count for _, count in self.tried)
         if not self.judged:
             return f"{who} on {self.device} in {', '.join(self.dtypes)}: nothing could be judged" + "".join(
-                f"\nskipped {t}" for t in self.skipped
+                f"\nskipped {t}" for t in gathered(self.skipped)
             )
         lines = [f"{who} on {self.device} in {', '.join(self.dtypes)}: {'right' if self.ok else 'WRONG'} ({total} checks)"]
         lines.append("tried   " + ", ".join(f"{name} {count}x" for name, count in self.tried))
@@ -111,9 +111,18 @@ class Report(NamedTuple):
             lines.append(f"faults  {len(self.caught)} of {len(self.caught) + len(self.alive)} planted faults caught")
         lines += [f"ALIVE   {name}: no case shows this fault; give inputs on which it matters" for name in self.alive]
         lines += [str(f) for f in self.findings]
-        lines += [f"refuses {text}" for text in self.refused]
-        lines += [f"skipped {text}" for text in self.skipped]
+        lines += [f"refuses {text}" for text in gathered(self.refused)]
+        lines += [f"skipped {text}" for text in gathered(self.skipped)]
         return "\n".join(lines)
+
+
+def gathered(texts: Iterable[str]) -> list[str]:
+    """Lines "case: reason", each reason once, with the number of its cases and the first of them."""
+    cases: dict[str, list[str]] = {}
+    for text in texts:
+        case, _, reason = text.partition(": ")
+        cases.setdefault(reason, []).append(case)
+    return [f"{own[0] if len(own) == 1 else f'{len(own)} cases, the first {own[0]}'}: {reason}" for reason, own in cases.items()]
 
 
 def worst(margins: dict[str, Margin], found: Iterable[tuple[str, float]], where: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from ops_math import checks
 from ops_math.spec import Case
 from ops_math.testing.faults import FAULTS, Fault, Trace
@@ -150,7 +152,7 @@ def verify(
 
     Returns: a `Report`; `report.ok` says whether all is well, `report.require()` raises where it is not.
 
-    Raises: ArgumentError for dtypes or checks that there are not, and for inputs of another kind.
+    Raises: ArgumentError for dtypes or checks that there are not, for inputs of another kind, and for a class of modules in place of a module.
     """
     for dtype in dtypes:
         checks.one_of("verify", "dtypes", dtype, DTYPES)
@@ -158,8 +160,15 @@ def verify(
         checks.one_of("verify", "tempers", temper, TOUGH)
     for check in skip:
         checks.one_of("verify", "skip", check, ("values", *OF_EVERY_CASE, *OF_PLAIN_CASES)[1:])
+    if isinstance(op, type) and issubclass(op, torch.nn.Module):
+        do = f"Make one: {op.__name__}(...)."
+        checks.fail("verify", "op", "a function, or a module that is made", f"the class {op.__name__}", do)
     made = families(inputs, frozen)
     session = _Session(Subject(op, reference, yardstick, name or _name_of(op)), device)
+    own = ", ".join(n for n, p in op.named_parameters() if p.requires_grad) if isinstance(op, torch.nn.Module) else ""
+    if own:
+        do = "make them arguments by torch.func.functional_call"
+        session.skipped[f"parameters of the module ({own}): no gradient of theirs is looked at; {do}"] = None
     say = progress or (lambda words: None)
     extra = {**({f"compiled by {compile}": compiled(compile)} if compile else {}), **({"far strides": far_strides} if far else {})}
     plain = {n: p for n, p in {**OF_PLAIN_CASES, **extra}.items() if n not in skip}

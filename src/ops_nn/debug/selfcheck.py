@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -114,7 +115,10 @@ class _Runner(NamedTuple):
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             if last.startswith(REFUSED):
                 raise om.ArgumentError(last.removeprefix(REFUSED))
-            raise om.UnsupportedError(f"selfcheck: {self.script.name} failed ({last}). Run it alone first: python {self.script}.")
+            lines = re.findall(rf'File "{re.escape(str(self.script))}", line (\d+)', done.stderr)
+            where = f" at line {lines[-1]}" if lines else ""
+            do = f"Call {self.function}() and its step() by themselves first."
+            raise om.UnsupportedError(f"selfcheck: {self.script.name} failed{where} ({last}). {do}")
         traces = tuple(Trace.load(folder / f"step-{n}") for n in range(self.steps))
         return Run(traces, json.loads((folder / FACTS).read_text()))
 
@@ -135,7 +139,7 @@ def selfcheck(
         seconds: how long one process may take [s].
 
     Raises:
-        ArgumentError: for a script without that function, or one that returns something else.
+        ArgumentError: for a script without that function, one that returns something else, or a step that never calls the model.
         UnsupportedError: where the script fails or takes too long.
     """
     path = Path(script).resolve()
@@ -146,6 +150,11 @@ def selfcheck(
     place = Path(tempfile.mkdtemp(prefix="ops-math-selfcheck-")) if folder is None else Path(folder).resolve()
     runner = _Runner(path, function, place, steps, seconds)
     a, b = runner.run("a", AS_IT_IS), runner.run("b", AS_IT_IS)
+    if all(key.direction == PARAMETER for trace in a.traces for key in trace.records):
+        raise om.ArgumentError(
+            f"selfcheck: the step of {function}() must call the model that is returned with it; got a step in which no module of it ran. "
+            "Return (model, step) of one model."
+        )
     keys = differing(a, b)
     tensors = sum(len(t.records) for t in a.traces)
     notes = [f"fresh entropy: {words}" for words in a.facts["entropy"]]

@@ -62,8 +62,8 @@ def _can(problem: AttentionProblem, device: Device) -> int:
 
 
 def can_draw(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, dropout_p: float) -> bool:
-    """Whether PyTorch draws the mask of this call, when nothing else is asked for: on a CPU, where a keyed mask costs more than the rest
-    of the call; on GPUs with a fused kernel for it, at determinism level 0, where it is faster or asked for by name. Not while tracing,
+    """Whether PyTorch draws the mask of this call, when nothing else is asked for: on a CPU below level 2, where a keyed mask costs more than
+    the rest of the call; on GPUs with a fused kernel for it, at determinism level 0, where it is faster or asked for by name. Not while tracing,
     where a recomputation could draw another."""
     return can_draw_form(_form(q, k), q.device, causal, scale, dropout_p, k.shape[1])
 
@@ -74,7 +74,7 @@ def can_draw_form(form: Form, device: torch.device, causal: bool, scale: float, 
     if torch.compiler.is_compiling() or forced not in (None, "vendor"):
         return False
     if device.type != "cuda":
-        return device.type == "cpu" and not settings.triton_interpret()
+        return device.type == "cpu" and settings.determinism_level() < 2 and not settings.triton_interpret()
     problem = _problem(form, form.length if k_length is None else k_length, causal, scale, dropout_p)
     wanted = forced == "vendor" or DRAWS_ITSELF[form.width > 64, causal]
     return wanted and not settings.determinism_level() and _can(problem, backends.device_of(device)) >= 0
