@@ -182,8 +182,8 @@ class SeedPool:
             return waiting[0].pop()
         count = "no call" if not waiting else f"{sum(map(len, waiting))} calls"
         raise om.UnsupportedError(
-            f"SeedPool: {name} is recomputed and {count} of it in this step and the one before could be meant. Say which inside the function that is "
-            "recomputed: with pool.step(n, first_row=r)."
+            f"SeedPool: {name} is recomputed and {count} of it in this step and the one before could be meant. Say which inside the "
+            "function that is recomputed: with pool.step(n, first_row=r)."
         )
 
     def _base(self, name: str, device: torch.device) -> om.Rng:
