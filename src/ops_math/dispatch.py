@@ -20,6 +20,7 @@ import torch
 from ops_math import backends, checks, features, schedule, settings
 from ops_math.backends import launch as launching
 from ops_math.backends import plan as planning
+from ops_math.backward import once_differentiable
 from ops_math.schedule.levels import NOTHING_STATED, Levels
 from ops_math.spec import Implementation, dtype_name
 from ops_math.stats import counter as counter_for
@@ -380,18 +381,6 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
         args = tuple(fresh)
         return function.apply(*args)
     return features.apply_function(function, args)
-
-
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """PyTorch's decorator, which a backward that is not to be differentiated itself (all but those with `create_graph`) does without: grad
-    mode is off there already, and switching it off again costs 2 us."""
-    guarded = torch.autograd.function.once_differentiable(backward)
-
-    @functools.wraps(backward)
-    def run(ctx: Any, *grads: Any) -> Any:
-        return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
-
-    return run
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:

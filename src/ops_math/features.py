@@ -87,6 +87,16 @@ def fast_bf16_products() -> bool:
     return any(bool(ask()) for ask in answers if ask is not None)
 
 
+def packs_saved_tensors(pack: Callable[[Any], Any]) -> bool:
+    """Whether `pack` is what autograd hands the tensors to that it saves now: of nested hooks only the innermost are called. Where this
+    PyTorch does not tell, the answer is yes."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is None:
+        return True
+    hooks = top(True)
+    return hooks is not None and hooks[0] == pack
+
+
 def keeps_graph() -> bool:
     """Whether the running backward keeps its graph (`retain_graph` or `create_graph`)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ops_math import checks
+from ops_math import checks, features
 
 Tensor = torch.Tensor
 
@@ -66,7 +66,7 @@ class _Scope:
                 self.replaced += 1
                 self.bytes += t.numel() * t.element_size()
                 return _Again(recipe, t.shape)
-        return _Source(t, t._version)
+        return _Source(t.detach(), t._version)  # with its graph, a node's own output would keep the node and itself alive for ever
 
     @staticmethod
     def unpack(kept: _Again | _Source) -> Tensor:
@@ -116,7 +116,8 @@ def recompute_norms() -> Iterator[Recomputed]:
         A `Recomputed` that counts what was replaced.
 
     Raises: ArgumentError in the backward where a saved tensor was changed in place meanwhile (as autograd does without the context).
-    While tracing (`torch.compile`, export) nothing is replaced: the compiler decides there what is kept.
+    While tracing (`torch.compile`, export) nothing is replaced: the compiler decides there what is kept. Nor is anything inside other
+    hooks on saved tensors (`save_on_cpu`, activation checkpointing), which take tensors in its place.
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, here for norms only.
     """
     outer, scope = _LOCAL.scope, _Scope()
@@ -130,8 +131,9 @@ def recompute_norms() -> Iterator[Recomputed]:
 
 
 def wanted() -> bool:
-    """Whether norms should `offer` their outputs."""
-    return _LOCAL.scope is not None and not torch.compiler.is_compiling()
+    """Whether norms should `offer` their outputs. Not under other hooks: what runs must then be what runs when it is recomputed outside."""
+    scope = _LOCAL.scope
+    return scope is not None and not torch.compiler.is_compiling() and features.packs_saved_tensors(scope.pack)
 
 
 def offer(output: Tensor, make: Callable[..., Tensor], *sources: Tensor | None) -> None:

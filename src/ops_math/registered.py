@@ -29,11 +29,25 @@ class CallProblem(NamedTuple):
     options: str
 
 
+def _text(value: Any, tensors: list[torch.Tensor]) -> str | None:
+    """A value as text, None for a tensor. Tensors go to the list, also from within sequences: their numbers are no part of a problem, and
+    reading them waits for the device."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return None
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_text(v, tensors) or "" for v in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {_text(v, tensors) or ''}" for k, v in value.items()) + "}"
+    return repr(value)
+
+
 def describe(*args: Any, **kwargs: Any) -> CallProblem:
     """The `CallProblem` of a call."""
     items: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    tensors = [v for _, v in items if isinstance(v, torch.Tensor)]
-    options = ", ".join(f"{k}={v}" for k, v in items if not isinstance(v, torch.Tensor))
+    tensors: list[torch.Tensor] = []
+    texts = [(k, _text(v, tensors)) for k, v in items]
+    options = ", ".join(f"{k}={v}" for k, v in texts if v is not None)
     return CallProblem(tuple(tuple(t.shape) for t in tensors), tuple(dtype_name(t.dtype) for t in tensors), options)
 
 
@@ -139,7 +153,12 @@ def _storage(problem: Any) -> str:
 
 
 def _device(args: Any, kwargs: Any) -> torch.device:
-    return next((v.device for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), torch.device("cpu"))
+    for v in (*args, *kwargs.values()):
+        if isinstance(v, torch.Tensor):
+            return v.device
+    nested: list[torch.Tensor] = []
+    _text((args, kwargs), nested)
+    return nested[0].device if nested else torch.device("cpu")
 
 
 def register(

@@ -79,6 +79,10 @@ class _Source:
     def __call__(self, device: torch.device, site: str = "") -> om.Rng:
         return self.pool.rng(f"{self.path}:{site}" if site else self.path, device)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Source:
+        """A copied model draws from the same pool: one of its own would stay at the step of the copy."""
+        return _Source(self.pool, self.path)
+
 
 class _Dropout:
     """The forward of an `nn.Dropout` that is keyed. Blocks that read the dropout's chance instead of calling it know it by `keyed`."""
@@ -109,7 +113,8 @@ class SeedPool:
             raise om.ArgumentError(f"SeedPool: seed must be a whole number; got {type(seed).__name__}. Pass e.g. 0.")
         self.seed = seed
         self._place = _Place(0, 0, False)
-        self._open: dict[str, list[_Open]] = {}
+        self._open: dict[str, list[_Open]] = {}  # calls of this step that may be recomputed
+        self._left: dict[str, list[_Open]] = {}  # and those of the step before it that were not
         self._streams: dict[tuple[str, torch.device], om.Rng] = {}
         self._clocks: dict[
             torch.device, Tensor
@@ -127,12 +132,15 @@ class SeedPool:
         Raises:
             ArgumentError: for a number outside [0, 2^22), or a first row below 0.
         """
+        for name, value in (("number", number), ("first_row", first_row)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise om.ArgumentError(f"SeedPool.step: {name} must be a whole number; got {type(value).__name__}. Pass e.g. 0.")
         if not 0 <= number < STEPS:
             raise om.ArgumentError(f"SeedPool.step: number must be at least 0 and below {STEPS}; got {number}. Start another pool.")
         if first_row < 0:
             raise om.ArgumentError(f"SeedPool.step: first_row must be at least 0; got {first_row}. Pass the rows before this piece.")
         if number != self._place.step:
-            self._open.clear()
+            self._left, self._open = self._open, {}
         return _Step(self, _Place(number, first_row, in_backward()))
 
     def _go(self, place: _Place) -> None:
@@ -169,13 +177,13 @@ class SeedPool:
         return self._stream(name, torch.device(device), call)
 
     def _recomputed(self, name: str) -> _Open:
-        waiting = self._open.get(name, [])
-        if len(waiting) == 1:
-            return waiting.pop()
-        count = "no call" if not waiting else f"{len(waiting)} calls"
+        waiting = [calls for calls in (self._left.get(name), self._open.get(name)) if calls]
+        if len(waiting) == 1 and len(waiting[0]) == 1:
+            return waiting[0].pop()
+        count = "no call" if not waiting else f"{sum(map(len, waiting))} calls"
         raise om.UnsupportedError(
-            f"SeedPool: {name} is recomputed and {count} of it in this step could be meant. Say which inside the function that is "
-            "recomputed: with pool.step(n, first_row=r)."
+            f"SeedPool: {name} is recomputed and {count} of it in this step and the one before could be meant. Say which inside the "
+            "function that is recomputed: with pool.step(n, first_row=r)."
         )
 
     def _base(self, name: str, device: torch.device) -> om.Rng:
@@ -251,7 +259,7 @@ class SeedPool:
             )
         self.seed = state["seed"]
         self._streams.clear()
-        self._open.clear()
+        self._open, self._left = {}, {}
         self._go(_Place(state["step"], state["first_row"], False))
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import ops_math as om
 from ops_math import recompute
@@ -162,3 +166,27 @@ def test_an_inner_context_counts_its_own_and_gives_the_outer_one_back():
     assert (outer.tensors, inner.tensors) == (1, 1)
     om.rms_norm(x, weight) @ w
     assert outer.tensors == 1
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_run_in_the_recomputation_what_they_ran_before(reentrant, inside):
+    model, forward = a_step("llama-tiny")
+    plain, _ = gradients(model, forward, False)
+    model.zero_grad()
+    with om.recompute_norms():
+        loss = checkpoint(lambda _: forward(), torch.zeros(1, requires_grad=True), use_reentrant=reentrant)
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    assert all(torch.equal(a, b) for a, b in zip(plain, [loss.detach(), *(p.grad for p in model.parameters())], strict=True))
+
+
+def test_a_graph_that_is_never_run_back_is_freed():
+    with om.recompute_norms():
+        y = torch.randn(4, requires_grad=True).exp()  # its node saves its own output
+    seen = weakref.ref(y)
+    del y
+    gc.collect()
+    assert seen() is None

@@ -179,3 +179,21 @@ def test_a_weight_changed_between_forward_and_backward_is_noticed():
         holder.attn.k_proj.weight.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("one", [True, False], ids=["one node", "step by step"])
+@pytest.mark.parametrize("cast", [False, True], ids=["forward in fp32", "forward in bf16"])
+def test_a_backward_under_autocast_gives_the_bits_of_one_outside(cast, one, monkeypatch):
+    if not one:
+        monkeypatch.setattr(whole, "takes", lambda *args: False)
+    torch.manual_seed(0)
+    holder = Holder(torch.float32, True)
+    tables = LlamaRotaryEmbedding(CONFIG)(torch.zeros(1), torch.arange(S)[None])
+    found = []
+    for around in (False, True):
+        x, leaves = inputs(torch.float32, False)
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            outs = run(holder, x, tables)
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+            found.append(gradients(outs, [*leaves, *holder.parameters()]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -109,6 +109,12 @@ def test_a_long_document_is_cut_without_losing_a_label():
     (([torch.zeros(9, dtype=torch.int64)], {"labels": [torch.zeros(8, dtype=torch.int64)]}), "pack_documents: labels must be as many and "
      "as long as documents; got another number at document 0. Give a label for each token."),
     (([torch.zeros(0, dtype=torch.int64)], {}), "pack_documents: documents must be at least one token; got none. Leave empty batches out."),
+    (([torch.zeros(3, dtype=torch.bool)], {}), "pack_documents: documents[0] must be a tensor [tokens] of integers; got shape [3] of "
+     "torch.bool. Convert it: torch.tensor(ids)."),
+    ((torch.full((2, 3), 1.7), {"lengths": torch.tensor([3, 1])}), "pack_documents: documents must be a tensor of integers; got one of "
+     "torch.float32. Pass token ids, and mask.sum(1) as lengths."),
+    ((torch.zeros(2, 3, dtype=torch.int64), {"lengths": torch.tensor([True, True])}), "pack_documents: lengths must be a tensor of "
+     "integers; got one of torch.bool. Pass token ids, and mask.sum(1) as lengths."),
     (([torch.zeros(1, dtype=torch.int64)], {"multiple": 0}), "pack_documents: multiple must be a whole number of at least 1; got 0. "
      "Pass multiple=64, say."),
 ])  # fmt: skip
@@ -209,6 +215,15 @@ def test_rows_of_a_stream_are_split_where_documents_end():
     assert [t.tolist() for t in batch.unpack(batch.input_ids)] == [[5, 6, 0], [7, 8, 9, 0], [3], [0], [4] * 7]
     following = torch.full_like(ids, 1)
     assert split_rows(ids, 0, labels=following).labels.tolist() == [[1, 1, -100, 1, 1, 1, -100, 1], [-100] + [1] * 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8], ids=str)
+def test_ids_of_any_integers_become_those_that_a_loss_takes(dtype):
+    ids = torch.tensor([[1, 2, 0, 1]], dtype=dtype)
+    for labels in (None, ids):
+        batch = split_rows(ids, 0, labels=labels)
+        assert (batch.input_ids.dtype, batch.labels.dtype) == (torch.int64, torch.int64)
+        assert batch.labels.tolist() == ([[2, 0, -100, -100]] if labels is None else [[1, 2, -100, 1]])
 
 
 ROWS = torch.zeros(2, 3, dtype=torch.int64)

@@ -30,13 +30,17 @@ def test_everything_of_a_batch_is_cut_to_the_same_rounded_length(lengths, multip
     assert torch.equal(trim_to_longest(mask, multiple=multiple), cut[0])
 
 
-ONES = torch.ones(2, 4)
+ONES = torch.ones(2, 4, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(("mask", "others", "options", "sentence"), [
     (ONES[0], (), {}, "mask must be a tensor [B, S]; got shape [4]. Pass 1 at real tokens and 0 at padding."),
     (torch.tensor([[1, 1], [0, 1]]), (), {}, "mask must be true up to the length of each row and false after it; got another order "
      "in row 1. Pad on the right, or pack the documents with pack_documents."),
+    (torch.zeros(2, 4), (), {}, "mask must be of truth values, or of integers 0 and 1; got one of torch.float32. Of a mask that is added "
+     "to scores pass mask == 0."),
+    (2 * ONES, (), {}, "mask must be of truth values, or of integers 0 and 1; got one of torch.int64 with other values. Of a mask that is "
+     "added to scores pass mask == 0."),
     (ONES, (torch.ones(2, 5),), {}, "tensor 0 must be of shape [2, 4, ...], as mask is, or a mask [2, H, 4, 4]; got shape [2, 5]. "
      "Check that it comes from the same batch."),
     (ONES, (), {"multiple": 1.5}, "multiple must be a whole number of at least 1; got 1.5. Pass multiple=64, say."),

@@ -233,7 +233,7 @@ def test_what_cannot_be_placed_is_refused_and_can_be_said(model):
         return layer(layer(x))
 
     with pytest.raises(
-        om.UnsupportedError, match=r"^SeedPool: layers\.0\.dropout is recomputed and 2 calls of it in this step could be meant"
+        om.UnsupportedError, match=r"^SeedPool: layers\.0\.dropout is recomputed and 2 calls of it in this step and the one before could"
     ):
         checkpoint(twice, x, use_reentrant=False).sum().backward()
 
@@ -259,3 +259,33 @@ def test_steps_that_are_never_announced_are_refused(model):
             model.layers[0].dropout(X)
     with pytest.raises(om.ArgumentError, match=r"^SeedPool\.step: number must be at least 0 and below 4194304; got -1\."):
         SeedPool(0).step(-1)
+    with pytest.raises(om.ArgumentError, match=r"^SeedPool\.step: number must be a whole number; got float\. Pass e\.g\. 0\.$"):
+        SeedPool(0).step(1.5)
+    with pytest.raises(om.ArgumentError, match=r"^SeedPool\.step: first_row must be a whole number; got bool\. Pass e\.g\. 0\.$"):
+        SeedPool(0).step(1, first_row=True)
+
+
+def test_a_recomputation_after_the_next_step_began_takes_its_own_masks_or_is_refused(model):
+    pool, layer = pooled(model), model.layers[0]
+    x = X.clone().requires_grad_()
+
+    def gradient(begin):
+        pool.step(5)
+        loss = checkpoint(layer, x, use_reentrant=False).square().sum()
+        begin()
+        return torch.autograd.grad(loss, x)[0]
+
+    assert torch.equal(gradient(lambda: None), gradient(lambda: pool.step(6)))
+    with pytest.raises(om.UnsupportedError, match=r"recomputed and 2 calls of it in this step and the one before could be meant"):
+        gradient(lambda: (pool.step(6), checkpoint(layer, x, use_reentrant=False)))
+
+
+def test_a_copied_model_moves_with_the_steps_of_its_pool(model):
+    pool = pooled(model)
+    other = copy.deepcopy(model)
+    pool.step(8)
+    ours = model(X)
+    pool.step(8)
+    assert torch.equal(other(X), ours)
+    pool.detach(other)
+    assert "ops_math_rng" not in other.layers[0].dropout.__dict__

@@ -10,6 +10,7 @@ import torch
 
 import ops_math as om
 from ops_math import ArgumentError, UnsupportedError, VerificationError, catalog, schedule
+from ops_math.registered import describe
 from ops_math.spec import Cost
 from tests.verify import broken
 
@@ -178,3 +179,9 @@ def test_cases_are_asked_for_and_only_what_was_registered_can_be_taken_out():
     with pytest.raises(ArgumentError) as error:
         om.unregister("rms_norm")
     assert str(error.value) == "unregister: name must be one that was registered; got 'rms_norm'. Registered are: none."
+
+
+def test_tensors_in_a_list_are_described_by_shape_and_not_read():
+    made = [describe([torch.full((3,), value), torch.full((2, 2), value)], "sum", eps=1e-6) for value in (0.0, 1.0)]
+    assert made[0] == made[1] == (((3,), (2, 2)), ("fp32", "fp32"), "0=[, ], 1='sum', eps=1e-06")
+    assert describe("") != describe()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops_nn.data.sizes import fail, power_of_two, rounded_up, whole
+from ops_nn.data.sizes import fail, integral, power_of_two, rounded_up, whole
 
 IGNORE_INDEX = -100
 _WHAT = "pack_documents"
@@ -122,22 +122,28 @@ def _documents(name: str, given: Any, lengths: Tensor | None) -> list[Tensor]:
         if lengths is None or tuple(lengths.shape) != (given.shape[0],):
             got = "None" if lengths is None else f"shape {list(lengths.shape)}"
             fail(_WHAT, "lengths", f"a tensor [{given.shape[0]}] with a padded batch", got, "Pass mask.sum(1).")
-        counts = lengths.tolist()
+        counts = _integers("lengths", lengths).tolist()
         if counts and not 0 <= min(counts) <= max(counts) <= given.shape[1]:
             fail(_WHAT, "lengths", f"in [0, {given.shape[1]}]", f"{min(counts)} to {max(counts)}", "Pass mask.sum(1).")
-        rows = given.cpu()
+        rows = _integers(name, given).cpu()
         return [rows[i, :n] for i, n in enumerate(counts)]
     if lengths is not None:
         fail(_WHAT, "lengths", f"None unless {name} is a batch [B, S]", "a tensor", "Leave it out.")
     found = list(given) if isinstance(given, list | tuple) else []
     for number, one in enumerate(found):
-        if not isinstance(one, Tensor) or one.dim() != 1 or one.is_floating_point():
+        if not isinstance(one, Tensor) or one.dim() != 1 or not integral(one):
             got = f"shape {list(one.shape)} of {one.dtype}" if isinstance(one, Tensor) else type(one).__name__
             fail(_WHAT, f"{name}[{number}]", "a tensor [tokens] of integers", got, "Convert it: torch.tensor(ids).")
     if not found:
         got = f"shape {list(given.shape)}" if isinstance(given, Tensor) else f"{type(given).__name__} of none"
         fail(_WHAT, name, "a list of tensors [tokens], or a batch [B, S]", got, "Pass one tensor of token ids for each document.")
     return [one.cpu() for one in found]
+
+
+def _integers(name: str, t: Tensor) -> Tensor:
+    if not integral(t):
+        fail(_WHAT, name, "a tensor of integers", f"one of {t.dtype}", "Pass token ids, and mask.sum(1) as lengths.")
+    return t
 
 
 def _next(text: Tensor, ignore_index: int) -> Tensor:
@@ -203,15 +209,15 @@ def split_rows(input_ids: Tensor, end_id: int, *, labels: Tensor | None = None, 
     Returns:
         `PackedDocuments` with the tokens where they are, on the CPU.
 
-    Raises: ArgumentError for tensors of other shapes or of floating point, or without a token.
+    Raises: ArgumentError for tensors of other shapes or of anything but integers, or without a token.
     """
     what = "split_rows"
     for name, t in (("input_ids", input_ids), ("labels", labels)):
-        fits = t is None or (isinstance(t, Tensor) and not t.is_floating_point() and t.dim() == 2 and t.shape == input_ids.shape)
+        fits = t is None or (isinstance(t, Tensor) and integral(t) and t.dim() == 2 and t.shape == input_ids.shape)
         if not fits or (t is not None and not t.numel()):
             got = f"shape {list(t.shape)} of {t.dtype}" if isinstance(t, Tensor) else type(t).__name__
             fail(what, name, "a tensor [R, L] of integers, of one shape with input_ids", got, "Pass rows of a stream of tokens.")
-    ids = input_ids.cpu()
+    ids = input_ids.cpu().long()
     rows, length = ids.shape
     ends = ids == end_id
     begins = torch.ones_like(ends)
@@ -219,7 +225,7 @@ def split_rows(input_ids: Tensor, end_id: int, *, labels: Tensor | None = None, 
     places = torch.arange(rows * length).view(rows, length)
     firsts = torch.where(begins, places, 0).flatten().cummax(0).values.view(rows, length)
     starts = places[begins].tolist()
-    targets = torch.cat([ids[:, 1:], ids.new_full((rows, 1), ignore_index)], 1) if labels is None else labels.cpu()
+    targets = torch.cat([ids[:, 1:], ids.new_full((rows, 1), ignore_index)], 1) if labels is None else labels.cpu().long()
     bounds, longest = _bounds(starts, rows * length)
     pieces = tuple((n, 0, b - a, a) for n, (a, b) in enumerate(itertools.pairwise([*starts, rows * length])))
     return PackedDocuments(ids, targets.masked_fill(ends, ignore_index), places - firsts, bounds, longest, pieces)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import torch
+
 import ops_math as om
 
 
@@ -16,6 +18,11 @@ def whole(function: str, argument: str, value: Any) -> None:
     """A whole number from 1 on."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         fail(function, argument, "a whole number of at least 1", repr(value), f"Pass {argument}=64, say.")
+
+
+def integral(t: torch.Tensor) -> bool:
+    """Whether a tensor holds whole numbers; truth values are none."""
+    return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
 
 
 def rounded_up(n: int, multiple: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops_nn.data.sizes import fail, rounded_up, whole
+from ops_nn.data.sizes import fail, integral, rounded_up, whole
 
 _WHAT = "trim_to_longest"
 
@@ -25,12 +25,15 @@ def trim_to_longest(mask: Tensor, *tensors: Tensor | None, multiple: int = 64) -
     Returns:
         The mask and the tensors, as views of length S' in place of S; with no further tensors the mask alone.
 
-    Raises: ArgumentError for a mask with padding on the left or in the middle, for a tensor of another batch or length.
+    Raises: ArgumentError for a mask of other values or with padding on the left or in the middle, for a tensor of another batch or length.
     """
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         got = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         fail(_WHAT, "mask", "a tensor [B, S]", got, "Pass 1 at real tokens and 0 at padding.")
     whole(_WHAT, "multiple", multiple)
+    if mask.dtype != torch.bool and not (integral(mask) and bool(((mask == 0) | (mask == 1)).all())):
+        got = f"one of {mask.dtype}" + (" with other values" if integral(mask) else "")  # one that is added would be read inside out
+        fail(_WHAT, "mask", "of truth values, or of integers 0 and 1", got, "Of a mask that is added to scores pass mask == 0.")
     batch, length = mask.shape
     real = mask.bool()
     lengths = real.sum(1)
