@@ -181,7 +181,9 @@ def test_a_script_that_cannot_be_run_is_refused_in_words(tmp_path):
         checked(tmp_path, "")
     with pytest.raises(om.ArgumentError, match=r"make_step\(\) must return a model and a function that runs one step; got int\."):
         checked(tmp_path, "def make_step():\n    return 1\n")
-    with pytest.raises(om.UnsupportedError, match=r"^selfcheck: train\.py failed at line \d+ \(ZeroDivisionError: division by zero\)\. Call make"):
+    with pytest.raises(
+        om.UnsupportedError, match=r"^selfcheck: train\.py failed at line \d+ \(ZeroDivisionError: division by zero\)\. Call make"
+    ):
         checked(tmp_path, "1 / 0\n")
     with pytest.raises(om.ArgumentError, match=r"the step of make_step\(\) must call the model that is returned with it; got a step in"):
         checked(tmp_path, "def make_step():\n    return nn.Linear(2, 2), lambda: None\n")
