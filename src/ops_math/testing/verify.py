@@ -152,7 +152,7 @@ def verify(
 
     Returns: a `Report`; `report.ok` says whether all is well, `report.require()` raises where it is not.
 
-    Raises: ArgumentError for dtypes or checks that there are not, for inputs of another kind, and for a class of modules in place of a module.
+    Raises: ArgumentError for dtypes or checks that there are not, for inputs of another kind, and for a class in place of a module.
     """
     for dtype in dtypes:
         checks.one_of("verify", "dtypes", dtype, DTYPES)

@@ -62,9 +62,9 @@ def _can(problem: AttentionProblem, device: Device) -> int:
 
 
 def can_draw(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, dropout_p: float) -> bool:
-    """Whether PyTorch draws the mask of this call, when nothing else is asked for: on a CPU below level 2, where a keyed mask costs more than
-    the rest of the call; on GPUs with a fused kernel for it, at determinism level 0, where it is faster or asked for by name. Not while tracing,
-    where a recomputation could draw another."""
+    """Whether PyTorch draws the mask of this call, when nothing else is asked for: on a CPU below determinism level 2, where a keyed mask
+    costs more than the rest of the call; on GPUs with a fused kernel for it, at determinism level 0, where it is faster or asked for by
+    name. Not while tracing, where a recomputation could draw another."""
     return can_draw_form(_form(q, k), q.device, causal, scale, dropout_p, k.shape[1])
 
 
