@@ -20,7 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is none, and name what is missing."""
+    """The long tests first, or one worker would end with them alone. Skip GPU tests where there is none, and name what is missing."""
+    items.sort(key=lambda item: "interpreter" not in item.keywords)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False")

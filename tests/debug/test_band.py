@@ -58,6 +58,8 @@ def test_what_makes_no_band_is_refused_in_words():
         loss_band(train, [1, 1, 2])
     with pytest.raises(om.ArgumentError, match=r"^loss_band: run must give as many losses for each seed; got \[0, 1, 2\]\."):
         loss_band(lambda seed: [0.0] * seed, range(3))
+    with pytest.raises(om.ArgumentError, match=r"^loss_band: run must give its losses, one a step; got float\. Return a list of them"):
+        loss_band(lambda seed: 1.0)
     with pytest.raises(om.ArgumentError, match=r"^loss_band: run must give finite losses; got others for seed 0\."):
         loss_band(lambda seed: [float("inf")], range(3))
     with pytest.raises(om.ArgumentError, match=r"^Band\.judge: losses must be 30 numbers, one a step; got 3\."):

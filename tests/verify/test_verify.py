@@ -168,10 +168,8 @@ def test_inputs_may_be_a_mapping_a_sequence_or_a_function_that_returns_one():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (
-            {"op": torch.nn.RMSNorm},
-            "verify: op must be a function, or a module that is made; got the class RMSNorm. Make one: RMSNorm(...).",
-        ),
+        ({"op": torch.nn.RMSNorm}, "verify: op must be a function, or a module that is made; got the class RMSNorm. "
+         "Make one: RMSNorm(...)."),
         ({"dtypes": ("fp8",)}, "verify: dtypes must be one of 'fp32', 'bf16', 'fp16'; got 'fp8'. Pick one of these."),
         ({"inputs": [3]}, "verify: inputs must be functions of a draw, e.g. `lambda d, rows=64: (d.normal(rows, 256),)`, or Cases; "
          "got int. See ops_math.testing.Draw for what a draw makes."),

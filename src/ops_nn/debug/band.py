@@ -92,6 +92,15 @@ def _distance(run: Sequence[float], others: Sequence[Sequence[float]]) -> float:
     return total / len(run)
 
 
+def _losses(given: object) -> tuple[float, ...]:
+    """What a run returned, as numbers."""
+    if not isinstance(given, Iterable):
+        raise om.ArgumentError(
+            f"loss_band: run must give its losses, one a step; got {type(given).__name__}. Return a list of them, not the last one."
+        )
+    return tuple(float(x) for x in given)
+
+
 def loss_band(run: Callable[[int], Iterable[float]], seeds: Iterable[int] = range(5)) -> Band:
     """Train once with each seed and keep the losses.
 
@@ -100,12 +109,12 @@ def loss_band(run: Callable[[int], Iterable[float]], seeds: Iterable[int] = rang
         seeds: at least 3; with k of them `Band.judge` is wrong about a run of another seed one time in k + 1.
 
     Raises:
-        ArgumentError: for fewer seeds, a seed twice, losses that are not finite or none, or runs of different lengths.
+        ArgumentError: for fewer seeds, a seed twice, losses that are one number, not finite or none, or runs of different lengths.
     """
     chosen = tuple(seeds)
     if len(set(chosen)) < FEWEST or len(set(chosen)) != len(chosen):
         raise om.ArgumentError(f"loss_band: seeds must be at least {FEWEST} different numbers; got {list(chosen)}. Pass range(5).")
-    found = tuple(tuple(float(x) for x in run(seed)) for seed in chosen)
+    found = tuple(_losses(run(seed)) for seed in chosen)
     diverged = [seed for seed, losses in zip(chosen, found, strict=True) if not all(math.isfinite(x) for x in losses)]
     if diverged:
         raise om.ArgumentError(f"loss_band: run must give finite losses; got others for seed {diverged[0]}. Take a run that trains as A.")
