@@ -30,6 +30,12 @@ def refuse(what: str, reason: str, do: str) -> NoReturn:
     raise UnsupportedError(f"{what}: {reason}. {do}")
 
 
+def not_ended(what: str, ended: bool) -> None:
+    """A context that is in force once made cannot be entered after it has ended: nothing would be in force inside."""
+    if ended:
+        refuse(what, "this context has ended, and entering it again sets nothing", "Make another with the same arguments.")
+
+
 def shape_text(shape: Any) -> str:
     """`[2, 3]` for a shape."""
     return "[" + ", ".join(str(n) for n in shape) + "]"
@@ -121,7 +127,7 @@ def probability(operator: str, argument: str, value: float) -> None:
 
 def one_of(operator: str, argument: str, value: Any, choices: tuple[Any, ...]) -> None:
     """One of the listed values."""
-    if value not in choices:
+    if value not in choices or type(value) not in map(type, choices):  # True equals 1
         fail(operator, argument, "one of " + ", ".join(repr(c) for c in choices), repr(value), "Pick one of these.")
 
 

@@ -89,6 +89,7 @@ class Determinism:
 
     def __init__(self, level: int, token_block: int) -> None:
         self.level = level
+        self._ended = False
         self._switch = settings.determinism(level, token_block)
         self._before: list[tuple[_Setting, Any]] = []
         self._cublas: tuple[bool, str | None] = (False, None)
@@ -116,10 +117,11 @@ class Determinism:
         return tuple(s.name for s, _ in self._before if s.read() != s.needed)
 
     def __enter__(self) -> Determinism:
+        checks.not_ended(f"determinism({self.level})", self._ended)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        broken = self.broken()
+        broken, self._ended = self.broken(), True
         for setting, before in reversed(self._before):
             setting.write(before)
         if self._cublas[0]:
@@ -160,6 +162,6 @@ def determinism(level: int, *, token_block: int = settings.TOKEN_BLOCK) -> Deter
     A `DeterminismWarning` says what can no longer be honoured: where cuBLAS has read its variable before.
     """
     checks.one_of("determinism", "level", level, settings.DETERMINISM_LEVELS)
-    if token_block < 16 or token_block % 16:
+    if not isinstance(token_block, int) or token_block < 16 or token_block % 16:
         checks.fail("determinism", "token_block", "a multiple of 16 above 0", str(token_block), "Pass the tokens of a micro-batch.")
     return Determinism(level, token_block)

@@ -136,13 +136,15 @@ class _Switch:
         policy()
         self._name = name
         self._before = getattr(STATE, name)
+        self._ended = False
         setattr(STATE, name, value)
 
     def __enter__(self) -> None:
-        return None
+        checks.not_ended(f"a setting of {self._name}", self._ended)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         setattr(STATE, self._name, self._before)
+        self._ended = True
 
 
 def enabled(on: bool = True) -> _Switch:

@@ -6,6 +6,7 @@ from torch import nn
 
 import ops_math as om
 from ops_math import features
+from ops_math.blocks import accumulate
 from ops_nn.adopt import adopt
 from ops_nn.models import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
@@ -126,6 +127,13 @@ def test_outside_the_context_nothing_is_different_and_contexts_nest():
     fresh, same = model_of(LLAMA, pack=True), model_of(LLAMA, pack=True)
     om.accumulate_into_grad(fresh)  # made, and not entered
     assert all(torch.equal(a, b) for a, b in zip(accumulated(fresh).values(), accumulated(same).values(), strict=True))
+
+
+def test_a_context_that_is_entered_twice_ends_with_the_outer_one():
+    into = om.accumulate_into_grad(model_of(LLAMA))
+    with into, into:
+        pass
+    assert accumulate._LIVE.current is None
 
 
 def refused(model, backward, sentence):

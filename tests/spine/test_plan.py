@@ -245,6 +245,16 @@ def test_a_shape_that_does_not_return_is_not_written_down(started, monkeypatch):
         assert len(recorded) == written
 
 
+def test_a_watched_call_puts_writing_down_off_and_does_not_prevent_it(started):
+    with torch.inference_mode():
+        for _ in range(4):
+            om.rms_norm(norm(), torch.ones(64))
+    assert [k.play for k in remembered()] == [None]
+    for _ in range(2):
+        om.rms_norm(norm(), torch.ones(64))
+    assert [k.play is not None for k in remembered()] == [True]
+
+
 def test_forgetting_forgets_plans(started):
     for _ in range(3):
         om.rms_norm(norm(), torch.ones(64))

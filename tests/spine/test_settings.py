@@ -13,6 +13,7 @@ import torch
 import ops_math as om
 from ops_math import settings
 from ops_math.checks import ArgumentError
+from ops_math.schedule.live import LIVE
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 
@@ -92,3 +93,30 @@ def test_pytorchs_own_switch_means_level_one():
     finally:
         torch.use_deterministic_algorithms(False)
     assert settings.determinism_level() == 0
+
+
+def test_a_context_that_has_ended_is_not_entered_again_in_silence():
+    made = (
+        lambda: om.force(rms_norm="eager"),
+        lambda: om.enabled(False),
+        lambda: om.precision("ieee"),
+        lambda: om.determinism(1),
+        lambda: om.schedule.freeze(),
+    )
+    for make in made:
+        before = settings.policy(), settings.active(), LIVE.frozen
+        context = make()
+        with context:
+            assert (settings.policy(), settings.active(), LIVE.frozen) != before
+        with (
+            pytest.raises(om.UnsupportedError, match=r": this context has ended, and entering it again sets nothing\. Make another"),
+            context,
+        ):
+            pass
+        assert (settings.policy(), settings.active(), LIVE.frozen) == before
+
+
+@pytest.mark.parametrize("options", [{"level": True}, {"level": 2.0}, {"level": 2, "token_block": 64.0}], ids=str)
+def test_levels_and_token_blocks_are_whole_numbers(options):
+    with pytest.raises(ArgumentError, match=r"^determinism: (level|token_block) must be "):
+        om.determinism(**options)

@@ -34,16 +34,17 @@ class Accumulation:
         self._names, self._parameters = names, parameters  # the parameters are held, so that their ids stay theirs
         self.added = 0
         self.apart: Counter[str] = Counter()
-        self._before: Accumulation | None = None
+        self._before: list[Accumulation | None] = []
 
     def __enter__(self) -> Accumulation:
         for p in self._parameters:
             _refuse_hooks(self._names[id(p)], p)
-        self._before, _LIVE.current = _LIVE.current, self
+        self._before.append(_LIVE.current)  # one may be entered while it is in force
+        _LIVE.current = self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        _LIVE.current = self._before
+        _LIVE.current = self._before.pop()
 
     def __str__(self) -> str:
         others = "".join(f"; {count} as usual: {why}" for why, count in self.apart.items())

@@ -220,15 +220,16 @@ class _Switch:
     """Set at once; as a context manager it restores what was before."""
 
     def __init__(self, name: str, value: Any) -> None:
-        self._name, self._before = name, getattr(LIVE, name)
+        self._name, self._before, self._ended = name, getattr(LIVE, name), False
         setattr(LIVE, name, value)
         changed()
 
     def __enter__(self) -> None:
-        return None
+        checks.not_ended(f"a setting of {self._name}", self._ended)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         setattr(LIVE, self._name, self._before)
+        self._ended = True
         changed()
 
 
