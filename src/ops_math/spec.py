@@ -109,7 +109,8 @@ class Implementation:
 
     The module offers `launch_fwd(problem, config, *tensors)` and `launch_bwd(problem, config, *tensors)`, and may offer
     `supports(problem, device, phase) -> str | None` (why not), `configs(problem, device, phase) -> tuple` (legal configurations,
-    best guess first), `predict_us(problem, device, phase) -> float`, `PASSES` (memory traffic over the least possible),
+    best guess first), `predict_us(problem, device, phase) -> float`, `PASSES` (memory traffic over the least possible; or
+    `passes(problem, phase)`),
     `CALLS` (kernels or PyTorch functions started a call), `determinism(problem, config, phase) -> int`, `signature(problem, config, phase)`
     (configurations of one signature give the same bits, so that at level 1 a measurement may exchange them), `KINDS` (device kinds it
     runs on) and `invariant_configs(problem, device, phase)` (in place of `configs` from level 2 on). What its bits promise stands in the

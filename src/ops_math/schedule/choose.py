@@ -78,7 +78,8 @@ def predict_us(candidate: Implementation, problem: Any, cost: Cost, device: Devi
     own = candidate.optional("predict_us", None)
     if own:
         return float(own(problem, device, phase))
-    moving = cost.bytes * candidate.optional("PASSES", 1.0) / (device.bandwidth_gbs * 1e3)
+    passes = candidate.optional("passes", None)
+    moving = cost.bytes * (passes(problem, phase) if passes else candidate.optional("PASSES", 1.0)) / (device.bandwidth_gbs * 1e3)
     computing = cost.total_flops / (device.product_tflops * 1e6)
     return max(moving, computing) + device.launch_us * candidate.optional("CALLS", 1)
 
