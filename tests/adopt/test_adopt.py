@@ -56,9 +56,9 @@ def test_errors_stay_as_large_as_the_plain_model_makes_them(name, mode):
             ours = gradients(job)
     exact = gradients(deep(job))
     floor = torch.finfo(torch.float32 if mode == "fp32" else torch.bfloat16).eps
-    # Some gradients (of the key's bias) are zero but for rounding: they are compared with a hundredth of the largest.
+    # Some gradients (of the key's bias) are zero but for rounding: they are compared with a fiftieth of the largest.
     largest = max(float(g.norm()) for g in exact.values())
-    scales = {key: max(float(r.norm()), 1e-2 * largest) for key, r in exact.items()}
+    scales = {key: max(float(r.norm()), 2e-2 * largest) for key, r in exact.items()}
     errors = {key: [float((e[key].double() - r).norm()) / scales[key] for e in (ours, plain)] for key, r in exact.items()}
     worst = {key: e for key, e in errors.items() if e[0] > 2.0 * e[1] + floor}
     assert not worst, worst

@@ -55,7 +55,7 @@ def test_every_file_that_the_readme_and_the_guide_point_to_exists():
 @pytest.mark.slow
 def test_the_python_of_the_page_on_proofs_runs(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "verify.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     result = subprocess.run(
         [sys.executable, "-c", "\n".join(blocks)], capture_output=True, text=True, cwd=tmp_path, timeout=240, check=False
     )

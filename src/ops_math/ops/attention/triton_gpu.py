@@ -152,7 +152,7 @@ def _tiles(p: AttentionProblem, device: Device, kernel: str) -> tuple[Tile, ...]
     if kernel == "dkdv" and device.kind == "cuda" and int(device.arch) >= 90:
         listed = tuple(t._replace(vectors=True) for t in listed)
     if kernel == "dkdv" and width == 64 and p.dropout_p and device.kind == "cuda":  # else ptxas (3.9) spills to fit 2 x 256 threads
-        listed = tuple(t._replace(registers=168) if t.num_warps == 8 and not t.registers else t for t in listed)
+        listed = tuple(t._replace(registers=248) if t.num_warps == 8 and not t.registers else t for t in listed)
     if p.mask:  # whose rows may begin anywhere, so that each value is a load of its own: few a thread first
         listed = tuple(sorted(listed, key=lambda t: t.block_m * t.block_n // t.num_warps))
     fitting = tuple(t for t in listed if _shared_bytes(t, kernel, width, item) <= device.shared_bytes - MARGIN)
