@@ -1,6 +1,7 @@
 # Every target makes the virtual environment first, and that is a matter of milliseconds once it is there.
 #   make demo          train the same model in plain PyTorch and with ops-math, and open the report
 #   make test          lint, types and all tests that need no GPU
+#   make full          make test and what it only samples: more dtypes, more planted causes
 #   make fast          the tests that run before each commit, under a minute
 #   make gpu           the tests that need a GPU
 #   make lint types docs clean
@@ -20,7 +21,7 @@ TORCH_SPEC ?= torch==2.13.0
 # One thread for each test process: two processes share the machine, and a small tensor gains nothing from more.
 TESTS := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
 
-.PHONY: help env demo test fast gpu lint types docs clean
+.PHONY: help env demo test full fast gpu lint types docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -33,6 +34,9 @@ demo: env
 	@echo "The report: $(CURDIR)/build/demo/report.html"
 
 test: lint types
+	$(TESTS) -m "not gpu and not long" -n 2 --dist worksteal
+
+full: lint types
 	$(TESTS) -m "not gpu" -n 2 --dist worksteal
 
 fast: env

@@ -140,9 +140,12 @@ def test_a_script_that_repeats_is_said_to(tmp_path):
             "unseeded source",
             "a random number in 1 came from a source that is not seeded (random, which was drawn from",
         ),
-        (RACE, "1", "forward", "atomics", "1 uses put_, which adds or writes in no fixed order: om.determinism(1) refuses it"),
+        pytest.param(
+            *(RACE, "1", "forward", "atomics", "1 uses put_, which adds or writes in no fixed order: om.determinism(1) refuses it"),
+            marks=pytest.mark.long,
+        ),
         (TUNED, "1", "forward", "tuning", "another implementation ran: layer_norm "),
-        (HASHED, "", "input", "data order", "the batches follow Python's hashes"),
+        pytest.param(HASHED, "", "input", "data order", "the batches follow Python's hashes", marks=pytest.mark.long),
         (
             SHUFFLED,
             "",
@@ -150,7 +153,7 @@ def test_a_script_that_repeats_is_said_to(tmp_path):
             "data order",
             "both runs read the same rows in another order (random, which was drawn from and not seeded)",
         ),
-        (UNKNOWN, "1", "forward", "unknown", "seeds, hashes, choices and alerts explain nothing"),
+        pytest.param(UNKNOWN, "1", "forward", "unknown", "seeds, hashes, choices and alerts explain nothing", marks=pytest.mark.long),
     ],
     ids=["weights", "noise", "race", "tuned", "hashed", "shuffled", "unknown"],
 )

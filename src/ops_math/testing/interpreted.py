@@ -14,7 +14,8 @@ EVERY = {"fp32": 1, "bf16": 3, "fp16": 9}  # cases: the kernels differ in their 
 
 
 def main(names: list[str]) -> int:
-    """Check the small cases of the named operators (all by default) in fp32, every third in bf16, every ninth in fp16."""
+    """Check the small cases of the named operators (all by default) in fp32, every third in bf16 and for strides and
+    poisoned buffers, every ninth in fp16."""
     if os.environ.get("TRITON_INTERPRET") != "1":  # this package is imported already: start over with the variable set
         os.environ["TRITON_INTERPRET"] = "1"
         os.execv(sys.executable, [sys.executable, "-m", "ops_math.testing.interpreted", *names])
@@ -40,7 +41,7 @@ def main(names: list[str]) -> int:
                     skipped.append(f"{label}: {why}")
                     continue
                 broken += conformance.check_budget(operator, case, dtype, "triton_gpu")
-                if dtype == "fp32":
+                if dtype == "fp32" and not number % EVERY["bf16"]:
                     broken += conformance.check_poison(operator, case, dtype, "triton_gpu")
                     broken += conformance.check_layouts(operator, case, dtype, "triton_gpu")
                 ran.append(label)
