@@ -160,8 +160,9 @@ def table(read: Callable[[str], list[str]] = lambda name: (RESULTS / name).read_
     facts = last(rows, benchmark="step", model=MODELS[0].name, variant=MODELS[0].variants[0][0])
     live = f"One {facts['device']}, torch {facts['torch'].split('+')[0]}, Triton {facts['triton']}, {facts['date']}."
     head = f"{live} Whole steps, interleaved in one run of `python benchmarks/steps.py`: " + "; ".join(ran) + "."
+    command = last(rows, benchmark="optimizer", model="llama1b", kind="bf16", variant="ours")["command"].split(" --results")[0]
     foot = (
-        "AdamW: `python benchmarks/optimizer.py llama1b`. "
+        f"AdamW: `{command}`. "
         f"The last two rows come from {source(norms, NORMS)} and {source(attention, ATTENTION)}. "
         "All rows, losses too, are in [benchmarks/results](benchmarks/results)."
     )

@@ -116,9 +116,8 @@ class SeedPool:
         self._open: dict[str, list[_Open]] = {}  # calls of this step that may be recomputed
         self._left: dict[str, list[_Open]] = {}  # and those of the step before it that were not
         self._streams: dict[tuple[str, torch.device], om.Rng] = {}
-        self._clocks: dict[
-            torch.device, Tensor
-        ] = {}  # [number of the stream's first, first row]: read on the device, so that graphs replay
+        # [number of the stream's first, first row] of each device: read there, so that graphs replay
+        self._clocks: dict[torch.device, Tensor] = {}
 
     def step(self, number: int, *, first_row: int = 0) -> _Step:
         """Go to a step: a statement, or a context manager that goes back.

@@ -64,7 +64,7 @@ def launch_bwd(
         made = dy_MN.t() @ x_MK if config is None else _gradient_apart(dy_MN, x_MK, config.token_block)
         dw = made.to(weight.dtype)
     if p.need_db:
-        whole = _operand(p, dy).reshape(p.rows, p.outputs)
+        whole = as_rows(dy, p.outputs).to(compute_dtype(dy.dtype))  # as it came: only operands of products are rounded
         made = whole.sum(0) if config is None else _sums_apart(whole, config.token_block)
         db = made.to(db.dtype)
     return dx, dw, db

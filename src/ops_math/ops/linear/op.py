@@ -113,7 +113,7 @@ def linear(
         [..., N], contiguous, in the dtype of `x` (under autocast: autocast's dtype), or in fp32 with `wide` (fp64 for fp64).
 
     Precision: operands are rounded to the dtype of `x` (autocast's), sums are in fp32 (fp64 for fp64), and y is rounded once, after the
-        bias. The weight's gradient is added up in fp32 and rounded once to the weight's dtype.
+        bias. The weight's gradient is added up in fp32 and rounded once to the weight's dtype, the bias's from y's gradient as it came.
     Determinism: level 3: at level 2 y and the gradient of x do not depend on the other rows, and the weight's gradient is added token
         block by token block; at level 3 nor do they depend on how the weight is cut, in steps of 64 outputs or inputs.
     Raises: ArgumentError for sizes, dtypes or devices that do not fit, and for parts that do not divide K and N.

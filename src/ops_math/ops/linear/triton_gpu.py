@@ -33,6 +33,9 @@ class Config(NamedTuple):
     token_block: int = 0
 
 
+SINGLE = Config(64, 64, 16, 4, 1)  # for fp32; a second stage spills on sm_90
+
+
 def supports(p: LinearProblem, device: Device, phase: str) -> str | None:
     """fp64 has no kernel, and a tile's places are counted in 32 bits."""
     if "fp64" in (p.x, p.weight, p.bias, p.store, p.out):
@@ -45,7 +48,7 @@ def configs(p: LinearProblem, device: Device, phase: str) -> tuple[Config, ...]:
     if device.kind == "interpreter":
         return (Config(32, 32, 32, 4, 1),)
     if p.store == "fp32":
-        return (Config(64, 64, 16, 4, 1),)  # a second stage spills on sm_90
+        return (SINGLE,)
     return (Config(128, 128, 32, 8, 1 if device.kind == "hip" else 3),)  # twice as deep it spills where strides are odd
 
 
@@ -148,9 +151,16 @@ def launch_bwd(
     bias = DTYPE_OF[p.bias or p.weight]
     db = x.new_empty(0, dtype=bias)
     if p.need_db:
-        ones = torch.ones(1, dtype=DTYPE_OF[p.store], device=x.device).expand(1, p.rows)
-        db = _summed(p, config, ones, dy_MN, bias).view(p.outputs)
+        db = _column_sums(p, config, dy_MN, bias)
     return dx, dw, db
+
+
+def _column_sums(p: LinearProblem, config: Config, dy_MN: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of dy over rows, as a product with ones: of a wide dy in fp32, since only operands of the layer's products are rounded."""
+    if dy_MN.dtype == torch.float32 != DTYPE_OF[p.store]:
+        p, config = p._replace(store="fp32", products="ieee"), SINGLE._replace(token_block=config.token_block)
+    ones = torch.ones(1, dtype=DTYPE_OF[p.store], device=dy_MN.device).expand(1, p.rows)
+    return _summed(p, config, ones, dy_MN, dtype).view(p.outputs)
 
 
 def _summed(p: LinearProblem, config: Config, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
