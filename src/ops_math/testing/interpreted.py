@@ -34,7 +34,7 @@ def main(names: list[str]) -> int:
         for number, case in enumerate(operator.file("problem").CASES):
             for dtype in dtypes:
                 label = f"{name}: {case.name}: {dtype}"
-                first = dtype == next(d for d in dtypes if d in case.dtypes)
+                first = dtype == next((d for d in dtypes if d in case.dtypes), "")
                 if dtype not in case.dtypes or not case.small or (number % EVERY[dtype] and not first):
                     continue
                 why = conformance.able(operator, case, dtype, "triton_gpu", "cpu")
