@@ -258,4 +258,4 @@ def test_a_gpu_adds_16_bit_products_to_fp32_gradients(pack):
                     loss.backward()
     assert into.added == 2 * IN_BLOCKS["LlamaConfig"]
     for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert error(b.grad, a.grad.double()) < 1e-5, name
+        assert error(b.grad, a.grad.double()) < 1e-5, name  # two orders of an fp32 sum; a gradient rounded to bf16 is off by 2e-3
