@@ -17,14 +17,15 @@ SMALL = steps.Setup(2, 32, torch.float32, False)
 def test_a_name_is_words_joined_by_plus_in_any_order():
     packed = contenders.variant_of("packed+graphed+adamw")
     assert packed == contenders.variant_of("adamw+ops+graphed+packed")
-    assert packed == contenders.Variant("ops", True, True, True, False, "fixed")
+    assert packed == contenders.Variant("ops", True, True, True, False, "fixed", 0)
     assert contenders.variant_of("lean").lean
-    assert contenders.variant_of("plain+documents") == contenders.Variant("plain", False, False, False, False, "documents")
+    assert [contenders.variant_of(f"packed{word}").level for word in ("", "+level1", "+level2")] == [0, 1, 2]
+    assert contenders.variant_of("plain+documents") == contenders.Variant("plain", False, False, False, False, "documents", 0)
     for name in steps.VARIANTS:
         contenders.variant_of(name)
 
 
-@pytest.mark.parametrize("name", ["", "fast", "plain+liger", "packed+packed", "documents+padded", "plain+fast"])
+@pytest.mark.parametrize("name", ["", "fast", "plain+liger", "packed+packed", "documents+padded", "plain+fast", "level1+level2"])
 def test_a_name_that_means_nothing_is_refused_in_words(name):
     with pytest.raises(checks.ArgumentError) as error:
         contenders.variant_of(name)

@@ -7,19 +7,35 @@ from ops_math import catalog
 from ops_math.schedule import Limits, measure
 from ops_math.testing.crosscompile import calls_of
 
-pytestmark = pytest.mark.slow
 AT_ONCE = Limits(0.001, 30.0)
 
 
-@pytest.mark.parametrize("name", catalog.operators())
-def test_no_honest_implementation_is_refused(name):
+def measured_on(device, name, dtypes):
+    """How many candidates were timed, and what was refused though it was tried; the first configuration of each."""
     operator, refused, timed = catalog.operators()[name], [], 0
     for case in operator.file("problem").CASES:
-        for dtype in case.dtypes:
+        for dtype in dtypes & set(case.dtypes):
             for call in calls_of(operator, case, dtype):
-                args = [a.detach() if isinstance(a, torch.Tensor) else a for a in call.args]
+                args = [a.detach().to(device) if isinstance(a, torch.Tensor) else a for a in call.args]
                 found = measure(operator, call.phase, args, limits=AT_ONCE)
                 timed += len(found.times_us)
-                refused += [(case.name, dtype, k, why) for k, why in found.refused.items() if not why.startswith("not tried")]
+                refused += [(case.name, dtype, call.phase, k, why) for k, why in found.refused.items() if not why.startswith("not tried")]
+    return timed, refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", catalog.operators())
+def test_no_honest_implementation_is_refused(name):
+    timed, refused = measured_on("cpu", name, {"fp32", "bf16", "fp16", "fp64"})
     assert refused == []
     assert timed > 50
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", catalog.operators())
+def test_no_honest_implementation_is_refused_on_a_gpu(name, dtype):
+    timed, refused = measured_on("cuda", name, {dtype})
+    assert refused == []
+    assert timed > 20

@@ -1,10 +1,10 @@
 """Do the operators keep their determinism levels on this device, and what do the levels cost?
 
-    PYTHONPATH=src:. python tools/gpu/determinism.py [--repeats 1000] [--seconds 100]
+    PYTHONPATH=src:. python tools/gpu/determinism.py [--repeats 1000] [--seconds 100] [--only price,cuts,company,ranks,repeats]
 
 Level 1: every call over and over while another stream keeps the device busy; bits are compared on the device. Level 2: batches cut in many
 ways, among them pieces of 1, 15, 16 and 17 rows, for which Triton compiles kernels of their own; token blocks; documents in other company.
-Level 3: heads and shards of weights on 1, 2 and 4 ranks, one after the other. Then the price, levels 0, 1 and 2 interleaved. One line
+Level 3: heads and shards of weights on 1, 2 and 4 ranks, one after the other. The price: levels 0, 1 and 2 interleaved. One line
 of JSON each; a line with `"kept": false` is a broken promise.
 """
 
@@ -27,6 +27,7 @@ from ops_math.testing import Draw, run
 from ops_math.testing.capture import watch
 from tests.determinism.calls import SAMPLES, Sample, differing, drawn, heads, in_pieces, joined, normal, outcome, params, rows
 
+PARTS = ("price", "cuts", "company", "ranks", "repeats")
 CUTS = ([1] * 33, [33], [1, 32], [16, 17], [15, 2, 16])
 BLOCK = 64
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -250,19 +251,26 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--repeats", type=int, default=1000 if DEVICE == "cuda" else 20)
     options.add_argument("--seconds", type=float, default=100.0, help="for the whole")
+    options.add_argument("--only", default=",".join(PARTS), help="separated by commas")
     asked = options.parse_args()
+    parts = asked.only.split(",")
     start = time.perf_counter()
     say(device=torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu", torch=torch.__version__, ops_math=om.__version__)
     samples = (*SAMPLES, *AS_MODELS) if DEVICE == "cuda" else SAMPLES
     dtypes = (torch.bfloat16, torch.float32) if DEVICE == "cuda" else (torch.float32,)
-    fine = [level_two(sample, dtype) for sample in samples for dtype in dtypes]
-    fine += [signatures()] if DEVICE == "cuda" else []
-    fine += [company(dtype) for dtype in dtypes] + [level_three(dtype) for dtype in dtypes]
-    for sample in AS_MODELS if DEVICE == "cuda" else SAMPLES[:2]:
+    fine = []
+    for sample in (AS_MODELS if DEVICE == "cuda" else SAMPLES[:2]) if "price" in parts else ():
         few = 1024 if "128256" in sample.name else 8192
         price(sample, 8 if sample.token_rows > 1 else few if DEVICE == "cuda" else 64, dtypes[0])
+    if "cuts" in parts:
+        fine += [level_two(sample, dtype) for sample in samples for dtype in dtypes]
+        fine += [signatures()] if DEVICE == "cuda" else []
+    if "company" in parts:
+        fine += [company(dtype) for dtype in dtypes]
+    if "ranks" in parts:
+        fine += [level_three(dtype) for dtype in dtypes]
     left = max(asked.seconds - (time.perf_counter() - start), 10.0)
-    for number, sample in enumerate(samples):
+    for number, sample in enumerate(samples if "repeats" in parts else ()):
         until = start + asked.seconds - left + left * (number + 1) / len(samples)
         fine.append(level_one(sample, dtypes[0], asked.repeats, until))
     say(kept=all(fine), seconds=round(time.perf_counter() - start, 1))

@@ -12,15 +12,20 @@ from ops_math import checks
 from ops_math.cli.bench import liger, workloads
 from ops_math.graphs import graphed_step
 from ops_math.recompute import recompute_norms
+from ops_math.repeatable import determinism
 from ops_nn.models import build
 
 PLAIN, COMPILE, LIGER, OURS = "plain", "compile", "liger", "ops"
 # packed: weights that share an input laid together; graphed: the whole step replayed as one CUDA graph; adamw: ops_nn.optim.AdamW;
-# lean: outputs of norms made again in the backward
+# lean: outputs of norms made again in the backward; level1, level2: under `ops_math.determinism` at that level
 PACKED, GRAPHED, ADAMW, LEAN = "packed", "graphed", "adamw", "lean"
 BASES, EXTRAS = (PLAIN, COMPILE, LIGER, OURS), (PACKED, GRAPHED, ADAMW, LEAN)
+LEVELS = ("level1", "level2")
 WORK = (workloads.DOCUMENTS, workloads.PADDED, workloads.TRIMMED)
-HOW = f"words joined by +: one of {', '.join(BASES)} (left out: ops), with {', '.join(EXTRAS)}, on one of {', '.join(WORK)}"
+HOW = (
+    f"words joined by +: one of {', '.join(BASES)} (left out: ops), with {', '.join(EXTRAS)}, "
+    f"at one of {', '.join(LEVELS)}, on one of {', '.join(WORK)}"
+)
 
 
 class Setup(NamedTuple):
@@ -33,7 +38,8 @@ class Setup(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What a variant's name says: whose operators, what of ours besides, which optimizer, what is kept, on what work."""
+    """What a variant's name says: whose operators, what of ours besides, which optimizer, what is kept, on what work, and how
+    deterministic."""
 
     base: str
     pack: bool
@@ -41,6 +47,7 @@ class Variant(NamedTuple):
     adamw: bool
     lean: bool
     work: str
+    level: int
 
 
 def variant_of(name: str) -> Variant:
@@ -49,9 +56,9 @@ def variant_of(name: str) -> Variant:
     Raises: ArgumentError for words that mean nothing, or not together.
     """
     words = name.split("+")
-    bases, work = [w for w in words if w in BASES], [w for w in words if w in WORK]
-    known = all(word in (*BASES, *EXTRAS, *WORK) for word in words)
-    if not known or len(set(words)) < len(words) or len(bases) > 1 or len(work) > 1:
+    bases, work, levels = ([w for w in words if w in group] for group in (BASES, WORK, LEVELS))
+    known = all(word in (*BASES, *EXTRAS, *LEVELS, *WORK) for word in words)
+    if not known or len(set(words)) < len(words) or max(len(bases), len(work), len(levels)) > 1:
         checks.fail("bench step", "a variant", HOW, repr(name), "Write it like packed+graphed.")
     base = bases[0] if bases else OURS
     for word in (PACKED, LEAN):
@@ -60,7 +67,8 @@ def variant_of(name: str) -> Variant:
     if base == LIGER and workloads.DOCUMENTS in words:
         checks.fail("bench step", "documents", "used without liger, whose attention is PyTorch's", repr(name), "Leave one of them out.")
     pack, graph, adamw, lean = (word in words for word in EXTRAS)
-    return Variant(base, pack, graph, adamw, lean, work[0] if work else workloads.FIXED)
+    level = LEVELS.index(levels[0]) + 1 if levels else 0
+    return Variant(base, pack, graph, adamw, lean, work[0] if work else workloads.FIXED, level)
 
 
 class Runner:
@@ -107,8 +115,9 @@ class Runner:
 
     def train(self) -> torch.Tensor:
         """Forward, backward, optimizer."""
-        loss = self.loss()
-        loss.backward()
-        self.optimizer.step()
+        with determinism(self.kind.level) if self.kind.level else nullcontext():
+            loss = self.loss()
+            loss.backward()
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss

@@ -5,6 +5,7 @@ Rows are worked through in chunks that stay in a core's cache, so that its passe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -86,7 +87,8 @@ def row_results(
     place of the first term at the target. `smooth` is the sum of w (z - top).
 
     dz = p (u w_y + s W / V + 2 c lse) - u w_y [class = y] - s w / V with u = 1 - s, smoothing s, z-loss c, W the sum of class weights.
-    b holds p - 1 as minus the other classes' share, so that no 1 is subtracted from a probability near it.
+    b holds p - 1 as minus the other classes' share, so that no 1 is subtracted from a probability near it. An ignored row, which others
+    do not read, has top = inf, so that every exponential of it is 0, and a = b = 0.
     """
     log_total, total = sums.log_total, sums.others + sums.own
     at_target = rows.weight * (1 - p.label_smoothing)
@@ -101,7 +103,9 @@ def row_results(
         loss += lse.square() * rows.one * p.z_loss
         on_each = rows.one * lse * (2 * p.z_loss)
         a, b = a + on_each, b + on_each * sums.own
-    return torch.where(rows.kept, loss, 0.0), torch.stack((sums.top, a / total, b / total), 1)
+    of_kept = ((loss, 0.0), (sums.top, math.inf), (a / total, 0.0), (b / total, 0.0))
+    loss, *factors = (torch.where(rows.kept, value, otherwise) for value, otherwise in of_kept)
+    return loss, torch.stack(factors, 1)
 
 
 def row_losses(

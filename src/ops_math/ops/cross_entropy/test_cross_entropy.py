@@ -333,3 +333,15 @@ def test_the_kernels_keep_the_digits_of_far_logits_and_sure_rows_too():
     environment = {**os.environ, "PYTHONPATH": str(Path(om.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     answer = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert answer.stdout.strip() == "none", answer.stdout + answer.stderr[-2000:]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "vendor"])
+def test_what_is_saved_of_an_ignored_row_is_the_same_whoever_saves_it(implementation):
+    operator = catalog.operators()["cross_entropy"]
+    launcher = next(i for i in operator.implementations() if i.name == implementation).launcher("fwd")
+    logits, target = torch.randn(4, 9), torch.tensor([3, -100, 0, -100])
+    logits[1] = 1e4
+    p = operator.phases["fwd"].problem_of(logits, target, None, None, -100, 0.0, 0.0, 0.0, "mean")
+    factors = launcher(p, None, logits, target, None, None)[1]
+    assert factors[1::2].tolist() == [[math.inf, 0.0, 0.0]] * 2
+    assert torch.isfinite(factors[::2]).all()

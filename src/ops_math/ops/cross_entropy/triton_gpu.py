@@ -120,7 +120,7 @@ def _fwd_tile_kernel(
     z = tl.where(cols[None, :] == index.to(tl.int32)[:, None], float("-inf"), z)
     top, below = joined(tl.max(z, 1), z_target)
     others = tl.sum(tl.exp(z - top[:, None]), 1)
-    loss, on_other, on_target = row_results(
+    loss, top, on_other, on_target = row_results(
         top, below, others, smooth_sum, smooth_total, kept, weight, one, smoothing, smooth, z_loss, SMOOTHING
     )
 
@@ -185,7 +185,7 @@ def _fwd_row_kernel(
     if SMOOTHING:
         if HAS_WEIGHT:
             smooth_total = smooth * tl.load(weight_sum_ptr).to(tl.float32)
-    loss, on_other, on_target = row_results(
+    loss, row_top, on_other, on_target = row_results(
         row_top, below, others, smooth_sum, smooth_total, kept, weight, one, smoothing, smooth, z_loss, SMOOTHING
     )
 

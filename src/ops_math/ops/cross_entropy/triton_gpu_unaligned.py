@@ -75,7 +75,7 @@ def _fwd_kernel(
     if SMOOTHING:
         if HAS_WEIGHT:
             smooth_total = smooth * tl.load(weight_sum_ptr).to(tl.float32)
-    loss, on_other, on_target = row_results(
+    loss, row_top, on_other, on_target = row_results(
         row_top, below, others, smooth_sum, smooth_total, kept, weight, one, smoothing, smooth, z_loss, SMOOTHING
     )
 
