@@ -1,6 +1,6 @@
 """Do the operators keep their determinism levels on this device, and what do the levels cost?
 
-    PYTHONPATH=src:. python tools/gpu/determinism.py [--repeats 1000] [--seconds 100] [--only price,cuts,company,ranks,repeats]
+    PYTHONPATH=src:. python tools/gpu/determinism.py [--repeats 1000] [--seconds 100] [--only price,step,cuts,company,ranks,repeats]
 
 Level 1: every call over and over while another stream keeps the device busy; bits are compared on the device. Level 2: batches cut in many
 ways, among them pieces of 1, 15, 16 and 17 rows, for which Triton compiles kernels of their own; token blocks; documents in other company.
@@ -25,9 +25,11 @@ from ops_math import backends, catalog
 from ops_math.schedule.accuracy import as_results
 from ops_math.testing import Draw, run
 from ops_math.testing.capture import watch
+from ops_nn.adopt import adopt
+from ops_nn.models import build
 from tests.determinism.calls import SAMPLES, Sample, differing, drawn, heads, in_pieces, joined, normal, outcome, params, rows
 
-PARTS = ("price", "cuts", "company", "ranks", "repeats")
+PARTS = ("price", "step", "cuts", "company", "ranks", "repeats")
 CUTS = ([1] * 33, [33], [1, 32], [16, 17], [15, 2, 16])
 BLOCK = 64
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -246,6 +248,35 @@ def price(sample: Sample, size: int, dtype: torch.dtype) -> None:
         times_level_0={k: round(v / middle[0], 3) for k, v in middle.items()})  # fmt: skip
 
 
+def step_price(name: str, batch: int, seq: int, dtype: torch.dtype, turns: int = 6) -> None:
+    """Forward and backward of a whole model at levels 0, 1 and 2, in turns. At level 2 the head and its loss are two operators, since
+    `linear_cross_entropy` calls the vendor's products; the loss is divided by a count that does not follow the batch."""
+    model = build(name, device=DEVICE, dtype=dtype)
+    adopt(model, pack=True)
+    ids = torch.randint(0, model.config.vocab_size, (batch, seq), device=DEVICE)
+    labels, count = torch.roll(ids, -1, 1), torch.tensor(float(ids.numel()), device=DEVICE)
+
+    def call(level: int) -> None:
+        hidden, weight = model.model(ids), model.lm_head.weight
+        if level < 2:
+            loss = om.linear_cross_entropy(hidden, weight, labels, num_tokens=count)
+        else:
+            loss = om.cross_entropy(om.linear(hidden, weight), labels, num_tokens=count)
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    times: dict[int, list[float]] = {0: [], 1: [], 2: []}
+    for turn in range(2 + turns):
+        for level, found in times.items():
+            with om.determinism(level):
+                took = clocked(lambda level=level: call(level))
+            if turn >= 2:
+                found.append(took)
+    middle = {level: statistics.median(found) for level, found in times.items()}
+    say(price=f"{name}, forward and backward", rows=ids.numel(), dtype=str(dtype), ms={k: round(v / 1e3, 2) for k, v in middle.items()},
+        times_level_0={k: round(v / middle[0], 3) for k, v in middle.items()})  # fmt: skip
+
+
 def main() -> None:
     """All of it; the exit code is 1 where a promise was broken."""
     options = argparse.ArgumentParser()
@@ -262,6 +293,8 @@ def main() -> None:
     for sample in (AS_MODELS if DEVICE == "cuda" else SAMPLES[:2]) if "price" in parts else ():
         few = 1024 if "128256" in sample.name else 8192
         price(sample, 8 if sample.token_rows > 1 else few if DEVICE == "cuda" else 64, dtypes[0])
+    if "step" in parts:
+        step_price(*(("llama-1b", 8, 2048, dtypes[0]) if DEVICE == "cuda" else ("llama-tiny", 2, 16, dtypes[0], 1)))
     if "cuts" in parts:
         fine += [level_two(sample, dtype) for sample in samples for dtype in dtypes]
         fine += [signatures()] if DEVICE == "cuda" else []
