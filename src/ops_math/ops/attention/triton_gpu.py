@@ -21,6 +21,7 @@ from ops_math.spec import ITEM_SIZE, Device, cdiv, next_power_of_2
 WIDEST = 256
 UNIT = 8  # elements: kernels take strides in these, as head widths are multiples of it
 NO_BOUND = 2**30  # where the kernels with masks take a window bound as a number
+REST = 32  # rows at a time of those that fill no tile
 MARGIN = 2048  # shared memory [B] left for barriers and for exchanging results between warps
 
 
@@ -168,12 +169,7 @@ def _table(p: AttentionProblem, device: Device) -> dict[tuple[str, int], tuple[T
         return MASKED
     if int(device.arch) < 90:
         return AMPERE
-    return HOPPER if _apart(p, 128) and _block_d(p) == p.head_dim else POINTERS
-
-
-def _apart(p: AttentionProblem, rows: int) -> bool:
-    """Whether a last tile of so many rows stays out of the next batch row or document, whose values may be anything, NaN too."""
-    return p.documents < 0 and p.q_len % rows == 0 and p.k_len % rows == 0
+    return HOPPER if _block_d(p) == p.head_dim else POINTERS
 
 
 def _shared_bytes(t: Tile, kernel: str, width: int, item: int) -> int:
@@ -222,12 +218,11 @@ def _num_tiles(p: AttentionProblem, length: int, block: int) -> int:
 def _views(p: AttentionProblem, wanted: bool, rows: int, *streams: torch.Tensor) -> tuple[TensorDescriptor | None, ...]:
     """Descriptors of the tensors that stream by, [rows, heads x D] as they lie, or None for each where one has no such shape.
 
-    That needs a batch that follows its neighbour, 16-byte steps, a head as wide as its tile, and batch rows that a tile does not
-    straddle. Kernels with masks take none.
+    That needs a batch that follows its neighbour, 16-byte steps, and a head as wide as its tile. Kernels with masks take none.
     """
     if _masked(p):
         return ()
-    if not (wanted and _apart(p, rows) and _block_d(p) == p.head_dim and all(_describable(x) for x in streams)):
+    if not (wanted and _block_d(p) == p.head_dim and all(_describable(x) for x in streams)):
         return (None,) * len(streams)
     made = []
     for x in streams:
@@ -249,8 +244,11 @@ def _describable(x: torch.Tensor) -> bool:
     return follows and x.numel() > 0 and x.data_ptr() % 16 == 0 and x.stride(-3) * x.element_size() % 16 == 0
 
 
-def _features(p: AttentionProblem, views: tuple[object, ...]) -> dict[str, object]:
-    own: dict[str, object] = {"LEFT": p.left >= 0, "RIGHT": p.right >= 0, "VIEW": None not in views}
+def _features(p: AttentionProblem, views: tuple[object, ...], length: int, block: int) -> dict[str, object]:
+    """`length` of the sequences that stream by, in tiles of `block`: what a descriptor reads past their ends is the next one's."""
+    view = None not in views
+    rest = min(block, REST) if view and (p.documents >= 0 or length % block) else 0
+    own: dict[str, object] = {"LEFT": p.left >= 0, "RIGHT": p.right >= 0, "VIEW": view, "REST": rest}
     if _masked(p):
         own = {"MASK": 0 if not p.mask else 1 if p.mask == "bool" else 2, "PADDING": p.key_padding, "DROPOUT": p.dropout_p > 0}
     shared = {
@@ -305,7 +303,8 @@ def launch_fwd(
     launch(
         _fwd_masked_kernel if _masked(p) else _fwd_kernel, (tiles * p.heads * p.batch,), q, k, v, *views,
         *_drawn(p, bits, config, views), *extra.pointers, out, lse, tiles, *_sizes(p),
-        *_strides(q), *_strides(k), *_strides(v), *extra.strides, *extra.scalars, **_features(p, views), **_shape(config, q.device),
+        *_strides(q), *_strides(k), *_strides(v), *extra.strides, *extra.scalars,
+        **_features(p, views, p.k_len, config.block_n), **_shape(config, q.device),
     )  # fmt: skip
     return out, lse
 
@@ -334,7 +333,8 @@ def launch_bwd(
         launch(
             _bwd_dkdv_masked_kernel if _masked(p) else _bwd_dkdv_kernel, (tiles * p.kv_heads * p.batch,), *inputs, *views, *vectors,
             *_drawn(p, bits, config.dkdv, views), *extra.pointers, dk, dv, tiles, *_sizes(p), *strides, *_strides(dk), *_strides(dv),
-            *extra.scalars, **_features(p, views), ROWS=vectors[0] is not None, **_shape(config.dkdv, q.device),
+            *extra.scalars, **_features(p, views, p.q_len, config.dkdv.block_m), ROWS=vectors[0] is not None,
+            **_shape(config.dkdv, q.device),
         )  # fmt: skip
     if p.need_dq:
         tiles = _num_tiles(p, p.q_len, config.dq.block_m)
@@ -342,7 +342,7 @@ def launch_bwd(
         launch(
             _bwd_dq_masked_kernel if _masked(p) else _bwd_dq_kernel, (tiles * p.heads * p.batch,), *inputs, *views,
             *_drawn(p, bits, config.dq, views), *extra.pointers, dq, tiles, *_sizes(p), *strides, *_strides(dq), *extra.scalars,
-            **_features(p, views), **_shape(config.dq, q.device),
+            **_features(p, views, p.k_len, config.dq.block_n), **_shape(config.dq, q.device),
         )  # fmt: skip
     return results
 

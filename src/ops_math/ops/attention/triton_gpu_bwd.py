@@ -73,6 +73,42 @@ def query_range(first, last, shift, q_len, left, right, LEFT: tl.constexpr, RIGH
     return low, full_low, full_high, high
 
 
+@triton.jit
+def _dkdv_step(
+    start, head, k, v, dk, dv, keys, shift, q_view, dout_view, offset_view, delta_view, q_row, dout_row, offset_ptr, delta_ptr, row,
+    view_row, q_stride_s, q_stride_h, dout_stride_s, dout_stride_h, q_len, k_len, full_low, full_high, left, right, scale, softcap,
+    bits_ptr, bits_view, first_sequence, num_words, num_rows, key,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, VIEW: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what one head's queries from `start` on give to the gradients of a tile of keys and values."""
+    rows, cols = start + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    q_base, q_col = q_row + head * q_stride_h, (head * q_stride_h).to(tl.int32)
+    q = load_tile(q_view, q_base, view_row, q_col, start, q_stride_s, rows, q_len, cols, VIEW, WIDTH, BLOCK_D)
+    offset = load_vector(offset_view, offset_ptr, row, start, rows, q_len, float("inf"), ROWS)
+    delta = load_vector(delta_view, delta_ptr, row, start, rows, q_len, 0.0, ROWS)
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [keys, queries], so that probabilities are a left operand as they are
+    p, slope = _probability(s, offset[None, :], scale, softcap, SOFTCAP)
+    if (start < full_low) | (start + BLOCK_M > full_high):
+        seen = visible_tile((rows + shift)[None, :], keys[:, None], k_len, left, right, LEFT, RIGHT)
+        p = tl.where(seen & (rows < q_len)[None, :], p, 0.0)
+        delta = tl.where(rows < q_len, delta, 0.0)
+    dout_base, dout_col = dout_row + head * dout_stride_h, (head * dout_stride_h).to(tl.int32)
+    dout = load_tile(dout_view, dout_base, view_row, dout_col, start, dout_stride_s, rows, q_len, cols, VIEW, WIDTH, BLOCK_D)
+    dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+    dropped = p
+    if bits_ptr is not None:
+        words = load_words(bits_view, bits_ptr, first_sequence + head, num_words, num_rows, key, start, BLOCK_N, BLOCK_M)
+        keep = keep_queries(words, BLOCK_N)
+        dropped, dp = p * keep, dp * keep
+    dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=PRECISION)
+    ds = p * (dp - delta[None, :])
+    if SOFTCAP:
+        ds = ds * slope
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def _bwd_dkdv_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, offset_ptr, delta_ptr, q_view, dout_view, offset_view, delta_view, bits_ptr,
@@ -81,8 +117,8 @@ def _bwd_dkdv_kernel(
     v_stride_s, v_stride_h,
     dk_stride_b, dk_stride_s, dk_stride_h, dv_stride_b, dv_stride_s, dv_stride_h, scale, softcap, align, left, right, num_words,
     num_rows, raised,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr, REST: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     dout_stride_b, dout_stride_s, dout_stride_h = steps_of(dout_stride_b, dout_stride_s, dout_stride_h)
     q_stride_b, q_stride_s, q_stride_h = steps_of(q_stride_b, q_stride_s, q_stride_h)
@@ -119,36 +155,30 @@ def _bwd_dkdv_kernel(
         tile * BLOCK_N, tile * BLOCK_N + BLOCK_N - 1, shift, q_len, left, right, LEFT, RIGHT, BLOCK_M
     )
     first_row = (batch * num_heads + kv_head * group) * tokens + first_q
-    count = tl.maximum(tl.cdiv(high - low, BLOCK_M), 0)
-    for step in range(group * count):  # all heads that share these keys, one after the other: the sum needs no atomics
+    # All heads that share these keys, one after the other: the sum needs no atomics.
+    whole = q_len // BLOCK_M * BLOCK_M if REST else high
+    count = tl.maximum(tl.cdiv(tl.minimum(high, whole) - low, BLOCK_M), 0)
+    for step in range(group * count):
         member = step // count
-        start = low + (step - member * count) * BLOCK_M
-        head = kv_head * group + member
-        rows = start + tl.arange(0, BLOCK_M)
-        q_base, q_col = q_row + head * q_stride_h, (head * q_stride_h).to(tl.int32)
-        q = load_tile(q_view, q_base, view_row, q_col, start, q_stride_s, rows, q_len, cols, VIEW, WIDTH, BLOCK_D)
-        row = first_row + tl.cast(member, tl.int64) * tokens
-        offset = load_vector(offset_view, offset_ptr, row, start, rows, q_len, float("inf"), ROWS)
-        delta = load_vector(delta_view, delta_ptr, row, start, rows, q_len, 0.0, ROWS)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [keys, queries], so that probabilities are a left operand as they are
-        p, slope = _probability(s, offset[None, :], scale, softcap, SOFTCAP)
-        if (start < full_low) | (start + BLOCK_M > full_high):
-            seen = visible_tile((rows + shift)[None, :], keys[:, None], k_len, left, right, LEFT, RIGHT)
-            p = tl.where(seen & (rows < q_len)[None, :], p, 0.0)
-            delta = tl.where(rows < q_len, delta, 0.0)
-        dout_base, dout_col = dout_row + head * dout_stride_h, (head * dout_stride_h).to(tl.int32)
-        dout = load_tile(dout_view, dout_base, view_row, dout_col, start, dout_stride_s, rows, q_len, cols, VIEW, WIDTH, BLOCK_D)
-        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-        dropped = p
-        if bits_ptr is not None:
-            words = load_words(bits_view, bits_ptr, batch * num_heads + head, num_words, num_rows, tile * BLOCK_N, start, BLOCK_N, BLOCK_M)
-            keep = keep_queries(words, BLOCK_N)
-            dropped, dp = p * keep, dp * keep
-        dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=PRECISION)
-        ds = p * (dp - delta[None, :])
-        if SOFTCAP:
-            ds = ds * slope
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk, dv = _dkdv_step(
+            low + (step - member * count) * BLOCK_M, kv_head * group + member, k, v, dk, dv, keys, shift, q_view, dout_view, offset_view,
+            delta_view, q_row, dout_row, offset_ptr, delta_ptr, first_row + tl.cast(member, tl.int64) * tokens, view_row, q_stride_s,
+            q_stride_h, dout_stride_s, dout_stride_h, q_len, k_len, full_low, full_high, left, right, scale, softcap, bits_ptr, bits_view,
+            batch * num_heads, num_words, num_rows, tile * BLOCK_N, LEFT, RIGHT, SOFTCAP, VIEW, ROWS, WIDTH, BLOCK_D, BLOCK_M,
+            BLOCK_N, PRECISION,
+        )  # fmt: skip
+    if REST:
+        start = tl.maximum(low, whole)
+        count = tl.maximum(tl.cdiv(high - start, REST), 0)
+        for step in tl.range(0, group * count, num_stages=1):
+            member = step // count
+            dk, dv = _dkdv_step(
+                start + (step - member * count) * REST, kv_head * group + member, k, v, dk, dv, keys, shift, q_view, dout_view, offset_view,
+                delta_view, q_row, dout_row, offset_ptr, delta_ptr, first_row + tl.cast(member, tl.int64) * tokens, view_row, q_stride_s,
+                q_stride_h, dout_stride_s, dout_stride_h, q_len, k_len, full_low, full_high, left, right, scale, softcap, bits_ptr,
+                None, batch * num_heads, num_words, num_rows, tile * BLOCK_N, LEFT, RIGHT, SOFTCAP, False, False, WIDTH, BLOCK_D,
+                REST, BLOCK_N, PRECISION,
+            )  # fmt: skip
 
     if bits_ptr is not None:
         dv = dv * raised
@@ -165,6 +195,31 @@ def _bwd_dkdv_kernel(
     )
 
 
+@triton.jit
+def _dq_step(
+    start, q, dout, dq, offset, delta, rows, shift, k_view, v_view, k_base, v_base, view_row, k_col, v_col, k_stride_s, v_stride_s, k_len,
+    full_low, full_high, left, right, scale, softcap, bits_ptr, bits_view, sequence, num_words, num_rows, query,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, VIEW: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what the keys from `start` on give to the gradient of a tile of queries."""
+    keys, cols = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    k = load_tile(k_view, k_base, view_row, k_col, start, k_stride_s, keys, k_len, cols, VIEW, WIDTH, BLOCK_D)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    p, slope = _probability(s, offset[:, None], scale, softcap, SOFTCAP)
+    if (start < full_low) | (start + BLOCK_N > full_high):
+        p = tl.where(visible_tile((rows + shift)[:, None], keys[None, :], k_len, left, right, LEFT, RIGHT), p, 0.0)
+    v = load_tile(v_view, v_base, view_row, v_col, start, v_stride_s, keys, k_len, cols, VIEW, WIDTH, BLOCK_D)
+    dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+    if bits_ptr is not None:
+        words = load_words(bits_view, bits_ptr, sequence, num_words, num_rows, start, query, BLOCK_N, BLOCK_M)
+        dp = dp * keep_keys(words, BLOCK_N)
+    ds = p * (dp - delta[:, None])
+    if SOFTCAP:
+        ds = ds * slope
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def _bwd_dq_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, offset_ptr, delta_ptr, k_view, v_view, bits_ptr, bits_view, cu_q_ptr, cu_k_ptr, dq_ptr, num_tiles,
@@ -172,7 +227,7 @@ def _bwd_dq_kernel(
     dout_stride_b, dout_stride_s, dout_stride_h, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b,
     v_stride_s, v_stride_h,
     dq_stride_b, dq_stride_s, dq_stride_h, scale, softcap, align, left, right, num_words, num_rows, raised,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr, REST: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     dout_stride_b, dout_stride_s, dout_stride_h = steps_of(dout_stride_b, dout_stride_s, dout_stride_h)
@@ -220,22 +275,20 @@ def _bwd_dq_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     first = tile * BLOCK_M + shift
     low, full_low, full_high, high = key_range(first, first + BLOCK_M - 1, k_len, left, right, LEFT, RIGHT, BLOCK_N)
-    for start in range(low, high, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        k = load_tile(k_view, k_base, view_row, k_col, start, k_stride_s, keys, k_len, cols, VIEW, WIDTH, BLOCK_D)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        p, slope = _probability(s, offset[:, None], scale, softcap, SOFTCAP)
-        if (start < full_low) | (start + BLOCK_N > full_high):
-            p = tl.where(visible_tile((rows + shift)[:, None], keys[None, :], k_len, left, right, LEFT, RIGHT), p, 0.0)
-        v = load_tile(v_view, v_base, view_row, v_col, start, v_stride_s, keys, k_len, cols, VIEW, WIDTH, BLOCK_D)
-        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-        if bits_ptr is not None:
-            words = load_words(bits_view, bits_ptr, batch * num_heads + head, num_words, num_rows, start, tile * BLOCK_M, BLOCK_N, BLOCK_M)
-            dp = dp * keep_keys(words, BLOCK_N)
-        ds = p * (dp - delta[:, None])
-        if SOFTCAP:
-            ds = ds * slope
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    whole = k_len // BLOCK_N * BLOCK_N if REST else high
+    for start in range(low, tl.minimum(high, whole), BLOCK_N):
+        dq = _dq_step(
+            start, q, dout, dq, offset, delta, rows, shift, k_view, v_view, k_base, v_base, view_row, k_col, v_col, k_stride_s, v_stride_s,
+            k_len, full_low, full_high, left, right, scale, softcap, bits_ptr, bits_view, batch * num_heads + head, num_words, num_rows,
+            tile * BLOCK_M, LEFT, RIGHT, SOFTCAP, VIEW, WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    if REST:
+        for start in tl.range(tl.maximum(low, whole), high, REST, num_stages=1):
+            dq = _dq_step(
+                start, q, dout, dq, offset, delta, rows, shift, k_view, v_view, k_base, v_base, view_row, k_col, v_col, k_stride_s,
+                v_stride_s, k_len, full_low, full_high, left, right, scale, softcap, bits_ptr, None, batch * num_heads + head,
+                num_words, num_rows, tile * BLOCK_M, LEFT, RIGHT, SOFTCAP, False, WIDTH, BLOCK_D, BLOCK_M, REST, PRECISION,
+            )  # fmt: skip
 
     mask = (rows < q_len)[:, None] & (cols < WIDTH)[None, :]
     tl.store(

@@ -1,4 +1,8 @@
-"""Forward kernel: a tile of queries walks the keys that it can see; only the first and last tiles are masked."""
+"""Forward kernel: a tile of queries walks the keys that it can see; only the first and last tiles are masked.
+
+A tile of keys that comes through a descriptor may not reach into the next sequence, whose values may be anything, NaN too. Keys that
+fill no tile are therefore read through pointers, REST (0: there are none) at a time: few, so that they need no registers of their own.
+"""
 
 from __future__ import annotations
 
@@ -99,11 +103,40 @@ def load_tile(
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Rows start .. of one head: through a tensor descriptor at (row + start, col) where VIEW, else through pointers from base."""
+    """Rows start .. of one head: through a tensor descriptor at (row + start, col) where VIEW, else through pointers from base.
+
+    Pointers give zeros past num_rows, a descriptor what follows there.
+    """
     if VIEW:
         return view.load([row + start, col])
     spread = tl.arange(0, rows.shape[0]).to(tl.int64)[:, None] * stride + cols[None, :]
     return load_rows(base + spread, tl.cast(start, tl.int64) * stride, rows, num_rows, cols, True, WIDTH, BLOCK_D)
+
+
+@triton.jit
+def _fwd_step(
+    start, q, acc, top, total, rows, shift, k_view, v_view, k_base, v_base, view_row, k_col, v_col, k_stride_s, v_stride_s, k_len, full_low,
+    full_high, left, right, scale, softcap, bits_ptr, bits_view, sequence, num_words, num_rows, query,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, VIEW: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take the keys from `start` on into the running softmax of a tile of queries."""
+    keys, cols = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    k = load_tile(k_view, k_base, view_row, k_col, start, k_stride_s, keys, k_len, cols, VIEW, WIDTH, BLOCK_D)
+    x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    factor = scale * LOG2E
+    if SOFTCAP:
+        x = softcap * tanh_tile(x * (scale / softcap))
+        factor = LOG2E
+    if (start < full_low) | (start + BLOCK_N > full_high):
+        x = tl.where(visible_tile((rows + shift)[:, None], keys[None, :], k_len, left, right, LEFT, RIGHT), x, float("-inf"))
+    e, shrink, top, total = softmax_step(x, factor, top, total)
+    if bits_ptr is not None:
+        words = load_words(bits_view, bits_ptr, sequence, num_words, num_rows, start, query, BLOCK_N, BLOCK_M)
+        e = e * keep_keys(words, BLOCK_N)
+    v = load_tile(v_view, v_base, view_row, v_col, start, v_stride_s, keys, k_len, cols, VIEW, WIDTH, BLOCK_D)
+    acc = tl.dot(e.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, top, total
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -112,7 +145,7 @@ def _fwd_kernel(
     k_len, documents, steps,
     q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
     scale, softcap, align, left, right, num_words, num_rows, raised,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, VIEW: tl.constexpr, REST: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     q_stride_b, q_stride_s, q_stride_h = steps_of(q_stride_b, q_stride_s, q_stride_h)
@@ -144,22 +177,20 @@ def _fwd_kernel(
 
     first = tile * BLOCK_M + shift
     low, full_low, full_high, high = key_range(first, first + BLOCK_M - 1, k_len, left, right, LEFT, RIGHT, BLOCK_N)
-    for start in range(low, high, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        k = load_tile(k_view, k_base, view_row, k_col, start, k_stride_s, keys, k_len, cols, VIEW, WIDTH, BLOCK_D)
-        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        factor = scale * LOG2E
-        if SOFTCAP:
-            x = softcap * tanh_tile(x * (scale / softcap))
-            factor = LOG2E
-        if (start < full_low) | (start + BLOCK_N > full_high):
-            x = tl.where(visible_tile((rows + shift)[:, None], keys[None, :], k_len, left, right, LEFT, RIGHT), x, float("-inf"))
-        e, shrink, top, total = softmax_step(x, factor, top, total)
-        if bits_ptr is not None:
-            words = load_words(bits_view, bits_ptr, batch * num_heads + head, num_words, num_rows, start, tile * BLOCK_M, BLOCK_N, BLOCK_M)
-            e = e * keep_keys(words, BLOCK_N)
-        v = load_tile(v_view, v_base, view_row, v_col, start, v_stride_s, keys, k_len, cols, VIEW, WIDTH, BLOCK_D)
-        acc = tl.dot(e.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    whole = k_len // BLOCK_N * BLOCK_N if REST else high
+    for start in range(low, tl.minimum(high, whole), BLOCK_N):
+        acc, top, total = _fwd_step(
+            start, q, acc, top, total, rows, shift, k_view, v_view, k_base, v_base, view_row, k_col, v_col, k_stride_s, v_stride_s, k_len,
+            full_low, full_high, left, right, scale, softcap, bits_ptr, bits_view, batch * num_heads + head, num_words, num_rows,
+            tile * BLOCK_M, LEFT, RIGHT, SOFTCAP, VIEW, WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    if REST:
+        for start in tl.range(tl.maximum(low, whole), high, REST, num_stages=1):
+            acc, top, total = _fwd_step(
+                start, q, acc, top, total, rows, shift, k_view, v_view, k_base, v_base, view_row, k_col, v_col, k_stride_s, v_stride_s,
+                k_len, full_low, full_high, left, right, scale, softcap, bits_ptr, None, batch * num_heads + head, num_words, num_rows,
+                tile * BLOCK_M, LEFT, RIGHT, SOFTCAP, False, WIDTH, BLOCK_D, BLOCK_M, REST, PRECISION,
+            )  # fmt: skip
     divisor, lse = finish_softmax(top, total)
     if bits_ptr is not None:
         divisor = divisor / raised
