@@ -46,10 +46,11 @@ def philox_tile(seed, c0, c1, c2, c3):
 def keep_bytes(seed, offset, rows, head, groups, threshold):
     """int32 whose bit j says whether element 8 group + j is kept, for rows and groups of columns that broadcast to one tile.
 
-    seed, offset and head are scalars, rows global row numbers and groups column numbers // 8, of any integer type, threshold
-    `rng.threshold(p)`.
+    seed, offset and head are scalars, rows global row numbers and groups column numbers // 8, of any integer type (scalars too),
+    threshold `rng.threshold(p)`.
     """
-    w0, w1, w2, w3 = philox_tile(seed, groups.to(tl.uint32), rows.to(tl.uint32), tl.cast(head, tl.uint32), tl.cast(offset, tl.uint32))
+    head, offset = tl.cast(head, tl.uint32), tl.cast(offset, tl.uint32)
+    w0, w1, w2, w3 = philox_tile(seed, tl.cast(groups, tl.uint32), tl.cast(rows, tl.uint32), head, offset)
     least = tl.cast(threshold, tl.uint32) << 16
     return _two_bits(w0, least, 0) | _two_bits(w1, least, 2) | _two_bits(w2, least, 4) | _two_bits(w3, least, 6)
 
@@ -72,3 +73,32 @@ def keep_tile(seed, offset, rows, head, first_col, threshold, BLOCK_N: tl.conste
     groups = tl.cast(first_col, tl.uint32) // 8 + tl.arange(0, BLOCK_N // 8).to(tl.uint32)
     bits = keep_bytes(seed, offset, rows[:, None], head, groups[None, :], threshold)
     return tl.reshape(bits[:, :, None] & (1 << tl.arange(0, 8))[None, None, :], [rows.shape[0], BLOCK_N]) != 0
+
+
+@triton.jit
+def keep_flat(seed, offset, first_row, first_col, num_cols, threshold, ONE_END: tl.constexpr, BLOCK: tl.constexpr):
+    """Mask [BLOCK] of the elements to keep among the flat values of a matrix from (first_row, first_col) on, in head 0.
+
+    seed, offset and first_row (global) are scalars, first_col an int64 scalar in [0, num_cols), num_cols at least 8, threshold
+    `rng.threshold(p)`. Values are taken in eights: eight neighbours lie in two groups of their row, and, where the row ends among them, in
+    the first group of the next. ONE_END: num_cols >= BLOCK, so that a tile meets one end of a row at most: that group is then one scalar,
+    and no column number needs a division.
+    """
+    flat = tl.cast(first_col, tl.int64) + 8 * tl.arange(0, BLOCK // 8)
+    if num_cols.dtype != tl.int64:  # num_cols + BLOCK fits 32 bits without a sign
+        flat, num_cols = flat.to(tl.uint32), tl.cast(num_cols, tl.uint32)
+    if ONE_END:
+        down = flat >= num_cols
+        rows = tl.cast(first_row, tl.uint32) + down.to(tl.uint32)
+        cols = tl.where(down, flat - num_cols, flat)
+        after = keep_bytes(seed, offset, tl.cast(first_row, tl.uint32) + 1, 0, 0, threshold)
+    else:
+        down = flat // num_cols
+        rows = tl.cast(first_row, tl.uint32) + down.to(tl.uint32)
+        cols = flat - down * num_cols
+        after = keep_bytes(seed, offset, rows + 1, 0, 0, threshold)
+    groups = (cols // 8).to(tl.uint32)
+    here = keep_bytes(seed, offset, rows, 0, groups, threshold) | (keep_bytes(seed, offset, rows, 0, groups + 1, threshold) << 8)
+    left = tl.minimum(num_cols - cols, 8).to(tl.int32)  # values before the row ends
+    bits = ((here >> (cols % 8).to(tl.int32)) & ((1 << left) - 1)) | (after << left)  # those above bit 7 belong to nobody
+    return tl.reshape(bits[:, None] & (1 << tl.arange(0, 8))[None, :], [BLOCK]) != 0
