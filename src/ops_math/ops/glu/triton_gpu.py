@@ -19,7 +19,7 @@ from ops_math.ops._tiles.activation import activate, activate_with_slope
 from ops_math.ops._tiles.walk import GROUP, multiple_of, num_tiles, tail, tail_of_pairs, whole_groups
 from ops_math.ops.glu.problem import GluProblem
 from ops_math.ops.glu.triton_gpu_gelu import launch_activation
-from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, next_power_of_2
+from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, few_warps, next_power_of_2
 
 
 class Config(NamedTuple):
@@ -35,10 +35,11 @@ def supports(p: GluProblem, device: Device, phase: str) -> str | None:
 
 
 def configs(p: GluProblem, device: Device, phase: str) -> tuple[Config, ...]:
-    """One or two 16-byte accesses a thread and tensor; more threads or fewer."""
+    """One or two 16-byte accesses a thread and tensor; more threads or fewer, fewest where a call has too few values for all cores."""
     wave = 64 if device.kind == "hip" else 32
     vector = 16 // max(ITEM_SIZE[p.gate], ITEM_SIZE[p.out])
-    return tuple(Config(wave * warps * vector * each, warps) for warps, each in ((4, 1), (8, 1), (4, 2), (2, 2), (8, 2)))
+    wishes = dict.fromkeys(((few_warps(p.rows * p.cols, wave * vector, device.num_cores), 1), (4, 1), (8, 1), (4, 2), (2, 2), (8, 2)))
+    return tuple(Config(wave * warps * vector * each, warps) for warps, each in wishes)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from ops_math.layout import alignment, as_rows
 from ops_math.ops._tiles.activation import activate, activate_with_slope
 from ops_math.ops._tiles.walk import GROUP, multiple_of, num_tiles, tail, whole_groups
 from ops_math.ops.glu.problem_gelu import GeluProblem
-from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, next_power_of_2
+from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, few_warps, next_power_of_2
 
 ACTIVATION = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -40,7 +40,8 @@ def supports(p: GeluProblem, device: Device, phase: str) -> str | None:
 
 
 def configs(p: GeluProblem, device: Device, phase: str) -> tuple[Config, ...]:
-    """One or two 16-byte accesses a thread and tensor; with a bias, rows that share its load."""
+    """One or two 16-byte accesses a thread and tensor; with a bias, rows that share its load; fewest warps where a call has too few values
+    for all cores."""
     wave = 64 if device.kind == "hip" else 32
     vector = 16 // max(ITEM_SIZE[p.x], ITEM_SIZE[p.out])
     # Tiles loaded ahead win where only dx is stored (H200: 3,596 against 2,991 GB/s), and lose where y is stored too (3,379 and 3,708).
@@ -50,6 +51,9 @@ def configs(p: GeluProblem, device: Device, phase: str) -> tuple[Config, ...]:
         wishes = ((4, 2, 512, 1), (4, 4, 1024, 1), (8, 2, 1024, 1), (4, 1, 256, 1))
         if p.bias and phase == "fwd":
             wishes = ((4, 4, 1024, 1), *wishes)
+        warps = few_warps(p.rows * p.cols, wave * vector, device.num_cores)
+        if warps < 4:
+            wishes = ((warps, 1, 512, 1), *wishes)
     found = []
     for warps, each, width, num_stages in wishes:
         block = wave * warps * vector * each
