@@ -23,19 +23,24 @@ def matrix(dtype, rows, cols, stride=None):
     return torch.empty_strided((rows, cols), (stride or cols, 1), dtype=DTYPE_OF[dtype], device="meta")
 
 
-def accesses(name, phase, *args):
-    """Reads and writes of values in the PTX of the kernels that a call starts: (`ld` or `st`, width)."""
+def kernels(name, phase, *args):
+    """Name and PTX of the kernels that a call starts in the default configuration."""
     operator = catalog.operators()[name]
     implementation = next(i for i in operator.implementations() if i.name == "triton_gpu")
     problem = operator.phases[phase].problem_of(*args)
-    seen = Counter()
     with null.pretend(DEVICE) as compiled:
         config = implementation.module.configs(problem, DEVICE, phase)[0]
         implementation.launcher(phase)(problem, config, *args[: operator.phases[phase].num_tensors])
-        for _, kernel in compiled:
-            seen.update(re.findall(r"\b(ld|st)\.global\.(?:L1::evict_\w+\.)?([.\w]+)", kernel.asm["ptx"]))
+        found = [(kernel_name, kernel.asm["ptx"]) for kernel_name, kernel in compiled]
         compiled.clear()
-        del kernel
+    return found
+
+
+def accesses(name, phase, *args):
+    """Reads and writes of values in the PTX of the kernels that a call starts: (`ld` or `st`, width)."""
+    seen = Counter()
+    for _, ptx in kernels(name, phase, *args):
+        seen.update(re.findall(r"\b(ld|st)\.global\.(?:L1::evict_\w+\.)?([.\w]+)", ptx))
     return {" ".join(key): count for key, count in seen.items() if key[1] != "b64"}  # 64 bits: dropout's state
 
 
@@ -94,3 +99,9 @@ def test_dropout_reads_rows_by_as_many_values_as_divide_widths_and_strides(cols,
 
 def test_the_aligned_walk_has_no_tail():
     assert set(glu("bf16", "bwd", 512, 4096, need_y=True)) == set(gelu("bf16", "bwd", 512, 4096)) == {"ld v4.b32", "st v4.b32"}
+
+
+@pytest.mark.parametrize(("rows", "cols", "kernel"), [(4096, 4096, "_kernel"), (9, 4095, "_flat_kernel"), (1, 300_000_000, "_flat_kernel")])
+def test_dropout_walks_rows_off_eights_flat_and_rows_of_more_tiles_than_a_grid_has(rows, cols, kernel):
+    state = torch.empty(3, dtype=torch.int64, device="meta")
+    assert [name for name, _ in kernels("dropout", "fwd", matrix("bf16", rows, cols), state, 0.1)] == [kernel]
