@@ -182,6 +182,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def few_warps(values: int, each: int, cores: int) -> int:
+    """4, 2 or 1: the most warps a program, of `each` values a warp, with which `values` still make a program for each core."""
+    return next((warps for warps in (4, 2) if values >= warps * each * cores), 1)
+
+
 def product(numbers: Any) -> int:
     """The product of integers, 1 for none (symbolic sizes stay symbolic)."""
     total = 1

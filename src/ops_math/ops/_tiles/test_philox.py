@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="needs Triton")
 
 import triton.language as tl  # noqa: E402
 
-from ops_math.ops._tiles.philox import keep_tile, philox_tile  # noqa: E402
+from ops_math.ops._tiles.philox import keep_flat, keep_tile, philox_tile  # noqa: E402
 from ops_math.rng import Rng, keep_mask, philox, threshold  # noqa: E402
 
 SOURCE = Path(__file__).parents[3]
@@ -37,6 +37,35 @@ def _words_kernel(state_ptr, words_ptr, keep_ptr, first_row, head, first_col, th
     tl.store(place + 1, w1.to(tl.int64))
     tl.store(place + 2, w2.to(tl.int64))
     tl.store(place + 3, w3.to(tl.int64))
+
+
+@triton.jit
+def _flat_kernel(
+    state_ptr, keep_ptr, row, col, num_cols, threshold, ENDS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    seed, offset = tl.load(state_ptr), tl.load(state_ptr + 1)
+    keep = keep_flat(seed, offset, row + tl.load(state_ptr + 2), col, num_cols, threshold, ENDS, BLOCK)
+    tl.store(keep_ptr + tl.arange(0, BLOCK), keep.to(tl.int8))
+
+
+def flat_differences() -> list[str]:
+    """The widths and places at which a tile of flat values differs from the matrix's mask."""
+    found, block, row = [], 128, 6
+    for width in (8, 9, 13, 15, 16, 23, 127, 128, 129, 255, 753, 2**31 - 5, 2**31 + 3):
+        before_end = (1, 2, 7, 8, 9, 15, 16, 17, 127)
+        for rng in (Rng(7), Rng(-5, first_row=2**32 - 9).child(HUGE)):
+            for col in sorted({c % width for c in (0, 1, 7, 8, width // 2, *(width - n for n in before_end))}):
+                flat = col + torch.arange(block)
+                rows, cols = row + flat // width, flat % width
+                words = torch.stack(philox(rng.state, rows, 0, cols // 8), -1)
+                halves = torch.stack((words & 0xFFFF, words >> 16), -1).flatten(1)
+                want = halves.gather(1, cols[:, None] % 8)[:, 0] >= threshold(0.5)
+                for ends in (8, 32) if block // width < 6 else (32,):
+                    keep = torch.full((block,), -1, dtype=torch.int8)
+                    _flat_kernel[(1,)](rng.state, keep, row, col, width, threshold(0.5), ENDS=ends, BLOCK=block)
+                    if not torch.equal(keep.bool(), want):
+                        found.append(f"flat: width {width} from column {col}, {ends} ends")
+    return found
 
 
 def differences() -> list[str]:
@@ -64,7 +93,7 @@ def differences() -> list[str]:
                 found.append(f"mask: {case}")
             if first_col == 0 and not torch.equal(keep.bool(), keep_mask(rng.state, rows, head, block_n, p)):
                 found.append(f"keep_mask: {case}")
-    return [*found, "compared"]
+    return [*found, *flat_differences(), "compared"]
 
 
 @pytest.mark.interpreter

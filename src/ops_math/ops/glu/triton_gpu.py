@@ -1,23 +1,25 @@
 """Triton kernels for NVIDIA and AMD GPUs: elementwise, at the speed of memory.
 
-Tensors that are all contiguous are one long row; others are walked by rows with a stride each. The activation costs nothing
-beside the memory, so the backward computes it again from the gate.
+Tensors that are all contiguous are one long row, whose last values, where their number is no multiple of 16, are a tile of their own, so
+that all others are read 16 bytes at a time; other tensors are walked by rows with a stride each, and read by as many values as divide
+widths and strides. The activation costs nothing beside the memory, so the backward computes it again from the gate.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ops_math.backends.launch import launch
-from ops_math.layout import as_rows
+from ops_math.layout import alignment, as_rows
 from ops_math.ops._tiles.activation import activate, activate_with_slope
+from ops_math.ops._tiles.walk import GROUP, multiple_of, num_tiles, tail, tail_of_pairs, whole_groups
 from ops_math.ops.glu.problem import GluProblem
 from ops_math.ops.glu.triton_gpu_gelu import launch_activation
-from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, next_power_of_2
+from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, few_warps, next_power_of_2
 
 
 class Config(NamedTuple):
@@ -33,22 +35,15 @@ def supports(p: GluProblem, device: Device, phase: str) -> str | None:
 
 
 def configs(p: GluProblem, device: Device, phase: str) -> tuple[Config, ...]:
-    """One or two 16-byte accesses a thread and tensor; more threads or fewer."""
+    """One or two 16-byte accesses a thread and tensor; more threads or fewer, fewest where a call has too few values for all cores."""
     wave = 64 if device.kind == "hip" else 32
     vector = 16 // max(ITEM_SIZE[p.gate], ITEM_SIZE[p.out])
-    return tuple(Config(wave * warps * vector * each, warps) for warps, each in ((4, 1), (8, 1), (4, 2), (2, 2), (8, 2)))
+    wishes = dict.fromkeys(((few_warps(p.rows * p.cols, wave * vector, device.num_cores), 1), (4, 1), (8, 1), (4, 2), (2, 2), (8, 2)))
+    return tuple(Config(wave * warps * vector * each, warps) for warps, each in wishes)
 
 
 @triton.jit
-def _fwd_kernel(
-    gate_ptr, up_ptr, y_ptr, num_rows, num_cols, gate_stride, up_stride, y_stride,
-    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    tiles = tl.cdiv(num_cols, BLOCK_N)
-    rows = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    cols = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    mask = (rows < num_rows) & (cols < num_cols)
-
+def _fwd_tile(gate_ptr, up_ptr, y_ptr, rows, cols, gate_stride, up_stride, y_stride, mask, ACTIVATION: tl.constexpr):
     gate = tl.load(gate_ptr + rows * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + rows * up_stride + cols, mask=mask, other=0.0).to(tl.float32)
 
@@ -58,16 +53,28 @@ def _fwd_kernel(
 
 
 @triton.jit
-def _fwd_pairs_kernel(
-    packed_ptr, y_ptr, num_rows, num_cols, packed_stride, y_stride, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+def _fwd_kernel(
+    gate_ptr, up_ptr, y_ptr, num_rows, num_cols, gate_stride, up_stride, y_stride,
+    ACTIVATION: tl.constexpr, ALIGN: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(num_cols, BLOCK_N)
+    tiles, width = num_tiles(num_cols, BLOCK_N), whole_groups(num_cols) if TAIL else multiple_of(num_cols, ALIGN)
     rows = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    mask = (rows < num_rows) & (cols < num_cols)
-    both = (tl.program_id(0) % tiles).to(tl.int64) * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)[None, :]
-    both_mask = (rows < num_rows) & (both < 2 * num_cols)
+    mask = (rows < num_rows) & (cols < width)
+    gate_stride, up_stride, y_stride = multiple_of(gate_stride, ALIGN), multiple_of(up_stride, ALIGN), multiple_of(y_stride, ALIGN)
 
+    _fwd_tile(gate_ptr, up_ptr, y_ptr, rows, cols, gate_stride, up_stride, y_stride, mask, ACTIVATION)
+    if TAIL:
+        if tl.program_id(0) == tiles - 1:
+            last = tail(num_cols)
+            _fwd_tile(gate_ptr, up_ptr, y_ptr, 0, last, 0, 0, 0, last < num_cols, ACTIVATION)
+
+
+@triton.jit
+def _fwd_pairs_tile(
+    packed_ptr, y_ptr, rows, cols, both, packed_stride, y_stride, mask, both_mask,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     packed = tl.load(packed_ptr + rows * packed_stride + both, mask=both_mask, other=0.0)
     gate, up = tl.split(tl.reshape(packed, (BLOCK_M, BLOCK_N, 2)))
 
@@ -77,16 +84,32 @@ def _fwd_pairs_kernel(
 
 
 @triton.jit
-def _bwd_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, num_rows, num_cols,
-    dy_stride, gate_stride, up_stride, dgate_stride, dup_stride, y_stride,
-    ACTIVATION: tl.constexpr, NEED_DUP: tl.constexpr, NEED_Y: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def _fwd_pairs_kernel(
+    packed_ptr, y_ptr, num_rows, num_cols, packed_stride, y_stride,
+    ACTIVATION: tl.constexpr, ALIGN: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(num_cols, BLOCK_N)
+    tiles, width = num_tiles(num_cols, BLOCK_N), whole_groups(num_cols) if TAIL else multiple_of(num_cols, ALIGN)
     rows = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    mask = (rows < num_rows) & (cols < num_cols)
+    mask = (rows < num_rows) & (cols < width)
+    both = (tl.program_id(0) % tiles).to(tl.int64) * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)[None, :]
+    both_mask = (rows < num_rows) & (both < tl.cast(width, tl.int64) * 2)
+    packed_stride, y_stride = multiple_of(packed_stride, ALIGN), multiple_of(y_stride, ALIGN)
 
+    _fwd_pairs_tile(packed_ptr, y_ptr, rows, cols, both, packed_stride, y_stride, mask, both_mask, ACTIVATION, BLOCK_M, BLOCK_N)
+    if TAIL:
+        if tl.program_id(0) == tiles - 1:
+            last, last_both = tail(num_cols)[None, :], tail_of_pairs(num_cols)[None, :]
+            last_mask = last_both < tl.cast(num_cols, tl.int64) * 2
+            _fwd_pairs_tile(packed_ptr, y_ptr, 0, last, last_both, 0, 0, last < num_cols, last_mask, ACTIVATION, 1, GROUP)
+
+
+@triton.jit
+def _bwd_tile(
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, rows, cols,
+    dy_stride, gate_stride, up_stride, dgate_stride, dup_stride, y_stride, mask,
+    ACTIVATION: tl.constexpr, NEED_DUP: tl.constexpr, NEED_Y: tl.constexpr,
+):  # fmt: skip
     dy = tl.load(dy_ptr + rows * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + rows * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + rows * up_stride + cols, mask=mask, other=0.0).to(tl.float32)
@@ -101,17 +124,36 @@ def _bwd_kernel(
 
 
 @triton.jit
-def _bwd_pairs_kernel(
-    dy_ptr, packed_ptr, dpacked_ptr, y_ptr, num_rows, num_cols, dy_stride, packed_stride, dpacked_stride, y_stride,
-    ACTIVATION: tl.constexpr, NEED_Y: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def _bwd_kernel(
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, num_rows, num_cols,
+    dy_stride, gate_stride, up_stride, dgate_stride, dup_stride, y_stride,
+    ACTIVATION: tl.constexpr, NEED_DUP: tl.constexpr, NEED_Y: tl.constexpr, ALIGN: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(num_cols, BLOCK_N)
+    tiles, width = num_tiles(num_cols, BLOCK_N), whole_groups(num_cols) if TAIL else multiple_of(num_cols, ALIGN)
     rows = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    mask = (rows < num_rows) & (cols < num_cols)
-    both = (tl.program_id(0) % tiles).to(tl.int64) * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)[None, :]
-    both_mask = (rows < num_rows) & (both < 2 * num_cols)
+    mask = (rows < num_rows) & (cols < width)
 
+    _bwd_tile(
+        dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, rows, cols,
+        multiple_of(dy_stride, ALIGN), multiple_of(gate_stride, ALIGN), multiple_of(up_stride, ALIGN),
+        multiple_of(dgate_stride, ALIGN), multiple_of(dup_stride, ALIGN), multiple_of(y_stride, ALIGN), mask, ACTIVATION, NEED_DUP, NEED_Y,
+    )  # fmt: skip
+    if TAIL:
+        if tl.program_id(0) == tiles - 1:
+            last = tail(num_cols)
+            _bwd_tile(
+                dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, 0, last, 0, 0, 0, 0, 0, 0, last < num_cols,
+                ACTIVATION, NEED_DUP, NEED_Y,
+            )  # fmt: skip
+
+
+@triton.jit
+def _bwd_pairs_tile(
+    dy_ptr, packed_ptr, dpacked_ptr, y_ptr, rows, cols, both, dy_stride, packed_stride, dpacked_stride, y_stride, mask, both_mask,
+    ACTIVATION: tl.constexpr, NEED_Y: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     dy = tl.load(dy_ptr + rows * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
     packed = tl.load(packed_ptr + rows * packed_stride + both, mask=both_mask, other=0.0)
     gate, up = tl.split(tl.reshape(packed, (BLOCK_M, BLOCK_N, 2)))
@@ -125,27 +167,62 @@ def _bwd_pairs_kernel(
         tl.store(y_ptr + rows * y_stride + cols, (act * up).to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _bwd_pairs_kernel(
+    dy_ptr, packed_ptr, dpacked_ptr, y_ptr, num_rows, num_cols, dy_stride, packed_stride, dpacked_stride, y_stride,
+    ACTIVATION: tl.constexpr, NEED_Y: tl.constexpr, ALIGN: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tiles, width = num_tiles(num_cols, BLOCK_N), whole_groups(num_cols) if TAIL else multiple_of(num_cols, ALIGN)
+    rows = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    cols = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < num_rows) & (cols < width)
+    both = (tl.program_id(0) % tiles).to(tl.int64) * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)[None, :]
+    both_mask = (rows < num_rows) & (both < tl.cast(width, tl.int64) * 2)
+
+    _bwd_pairs_tile(
+        dy_ptr, packed_ptr, dpacked_ptr, y_ptr, rows, cols, both,
+        multiple_of(dy_stride, ALIGN), multiple_of(packed_stride, ALIGN), multiple_of(dpacked_stride, ALIGN), multiple_of(y_stride, ALIGN),
+        mask, both_mask, ACTIVATION, NEED_Y, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    if TAIL:
+        if tl.program_id(0) == tiles - 1:
+            last, last_both = tail(num_cols)[None, :], tail_of_pairs(num_cols)[None, :]
+            last_mask = last_both < tl.cast(num_cols, tl.int64) * 2
+            _bwd_pairs_tile(
+                dy_ptr, packed_ptr, dpacked_ptr, y_ptr, 0, last, last_both, 0, 0, 0, 0, last < num_cols, last_mask,
+                ACTIVATION, NEED_Y, 1, GROUP,
+            )  # fmt: skip
+
+
 class _Walk(NamedTuple):
-    """How tensors are walked: as `num_rows` rows of `num_cols` columns, one stride a tensor, in tiles."""
+    """How tensors are walked: as `num_rows` rows of `num_cols` columns, one stride a tensor, in tiles; the kernels' ALIGN and TAIL."""
 
     num_rows: int
     num_cols: int
     strides: tuple[int, ...]
     block_m: int
     block_n: int
+    align: int
+    tail: bool
 
     @property
     def grid(self) -> tuple[int, ...]:
         """One program a tile."""
         return (cdiv(self.num_rows, self.block_m) * cdiv(self.num_cols, self.block_n),)
 
+    @property
+    def tile(self) -> dict[str, Any]:
+        """The kernels' constants."""
+        return {"ALIGN": self.align, "TAIL": self.tail, "BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
+
 
 def _walk(p: GluProblem, config: Config, *tensors: torch.Tensor) -> _Walk:
     """`tensors` are matrices of p.rows; all contiguous ones are one row. In pairs kernels widths differ and all are contiguous or none."""
     if all(t.is_contiguous() for t in tensors):
-        return _Walk(min(p.rows, 1), p.rows * p.cols, (0,) * len(tensors), 1, config.block)
-    block_n = min(next_power_of_2(p.cols), config.block)
-    return _Walk(p.rows, p.cols, tuple(t.stride(0) for t in tensors), config.block // block_n, block_n)
+        values = p.rows * p.cols
+        return _Walk(min(p.rows, 1), values, (0,) * len(tensors), 1, config.block, 16, values % 16 != 0)
+    block_n, strides = min(next_power_of_2(p.cols), config.block), tuple(t.stride(0) for t in tensors)
+    return _Walk(p.rows, p.cols, strides, config.block // block_n, block_n, alignment(p.cols, *strides), False)
 
 
 def _halves(p: GluProblem, gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,7 +243,7 @@ def launch_fwd(p: GluProblem, config: Config, gate: torch.Tensor, up: torch.Tens
         walk = _walk(p, config, packed, y_rows)
         launch(
             _fwd_pairs_kernel, walk.grid, packed, y, walk.num_rows, walk.num_cols, *walk.strides,
-            ACTIVATION=p.activation, BLOCK_M=walk.block_m, BLOCK_N=walk.block_n, num_warps=config.num_warps,
+            ACTIVATION=p.activation, **walk.tile, num_warps=config.num_warps,
         )  # fmt: skip
     else:
         _launch_fwd(p, config, *_halves(p, gate, up), y.view(p.rows, p.cols))
@@ -180,7 +257,7 @@ def _launch_fwd(p: GluProblem, config: Config, gate: torch.Tensor, up: torch.Ten
     walk = _walk(p, config, gate, up, y)
     launch(
         _fwd_kernel, walk.grid, gate, up, y, walk.num_rows, walk.num_cols, *walk.strides,
-        ACTIVATION=p.activation, BLOCK_M=walk.block_m, BLOCK_N=walk.block_n, num_warps=config.num_warps,
+        ACTIVATION=p.activation, **walk.tile, num_warps=config.num_warps,
     )  # fmt: skip
 
 
@@ -209,8 +286,7 @@ def launch_bwd(
     walk = _walk(p, config, dy_rows, gate_rows, up_rows, dgate_rows, dup_rows, y_rows)
     launch(
         _bwd_kernel, walk.grid, dy_rows, gate_rows, up_rows, dgate_rows, dup_rows, y_rows, walk.num_rows, walk.num_cols, *walk.strides,
-        ACTIVATION=p.activation, NEED_DUP=p.need_dup, NEED_Y=p.need_y,
-        BLOCK_M=walk.block_m, BLOCK_N=walk.block_n, num_warps=config.num_warps,
+        ACTIVATION=p.activation, NEED_DUP=p.need_dup, NEED_Y=p.need_y, **walk.tile, num_warps=config.num_warps,
     )  # fmt: skip
     return dgate, dup, y
 
@@ -221,5 +297,5 @@ def _launch_bwd_pairs(
     walk = _walk(p, config, dy, packed, dpacked.view(packed.shape), y)
     launch(
         _bwd_pairs_kernel, walk.grid, dy, packed, dpacked, y, walk.num_rows, walk.num_cols, *walk.strides,
-        ACTIVATION=p.activation, NEED_Y=p.need_y, BLOCK_M=walk.block_m, BLOCK_N=walk.block_n, num_warps=config.num_warps,
+        ACTIVATION=p.activation, NEED_Y=p.need_y, **walk.tile, num_warps=config.num_warps,
     )  # fmt: skip
