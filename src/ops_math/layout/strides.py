@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ops_math.layout.copies import copied
@@ -22,3 +24,8 @@ def row_pieces(rows: int, cols: int, device: torch.device, values: int = 2**17) 
     the one before left there), elsewhere all rows at once."""
     step = max(1, values * torch.get_num_threads() // max(cols, 1)) if device.type == "cpu" else max(rows, 1)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def alignment(*numbers: int) -> int:
+    """The greatest of 16, 8, 4, 2 and 1 that divides them all."""
+    return math.gcd(16, *numbers)
