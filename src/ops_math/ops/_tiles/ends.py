@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ops_math.spec import next_power_of_2
 
-LEAST = 256  # columns; in narrower rows the ends are as much work as the body
+LEAST = 64  # columns; in narrower rows the ends are most of the work
 GROUP = 8  # values; 16 bytes of 16 bits each
 
 
@@ -61,6 +61,6 @@ def rows_of(tile, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def first_boundary(begin):
-    """The first boundary from the offset `begin` on, such that the compiler sees that it is one."""
-    return (begin + 7) // 8 * 8
+def body_offsets(begin, lanes):
+    """Offsets [BLOCK_M, BLOCK_N] of the bodies of rows that begin at `begin` [BLOCK_M], so that the compiler sees the boundaries."""
+    return ((begin + 7) // 8 * 8)[:, None] + lanes

@@ -49,12 +49,12 @@ def supports(p: RmsNormProblem, device: Device, phase: str) -> str | None:
 
 def _is_wide(p: RmsNormProblem, phase: str) -> bool:
     """Whether a row that is not cut does not fit in registers; an address for each value takes half of them."""
-    return p.cols > WIDEST[phase] // (1 if alignment(p.cols) >= 4 else 2)
+    return p.cols > WIDEST[phase] // (1 if alignment(p.cols) > 1 else 2)
 
 
 def _is_cut(p: RmsNormProblem, phase: str) -> bool:
-    """Whether cutting rows at the 16-byte grid pays: where they start off it, or are little wider than a power of two."""
-    off_grid = alignment(p.cols) < 4 or (alignment(p.cols) < 16 and widths(p.cols)[0] < p.cols)
+    """Whether cutting rows at the 16-byte grid pays: where they can start anywhere, or are little wider than a power of two."""
+    off_grid = alignment(p.cols) == 1 or (alignment(p.cols) < 16 and widths(p.cols)[0] < p.cols)
     return off_grid and LEAST <= p.cols <= WIDEST[phase]
 
 
@@ -72,17 +72,23 @@ def _cut_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config,
     """Rows cut at the 16-byte grid. Programs are persistent, since each loads the weight value by value."""
     lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
     block_n, ends = widths(p.cols)
-    # Values a tile, values a thread, stages, whether there is one program for each tile.
+    # Values a tile, values a thread, stages, whether there is one program for each tile. Rows loaded ahead spill where few registers are
+    # left (sm_90: at 16,384 forward 24 bytes, at 8,192 backward 8).
     if phase == "fwd":
         wishes = ((2048, 16, 2, False), (2048, 16, 1, False), (2048, 16, 1, True), (2048, 32, 1, False), (2048, 8, 2, False))
-        wishes = (*wishes, (2048, 8, 1, True), (2048, 16, 3, False))
+        if block_n >= 8192:
+            wishes = ((2048, 32, 1, False), (2048, 32, 1, True), (2048, 16, 1, False), (2048, 16, 1, True))
+        elif block_n <= 256:  # eight values a thread leave a row to one warp
+            wishes = ((2048, 8, 1, False), (2048, 8, 2, False), (1024, 8, 1, False), (4096, 16, 1, False), (2048, 8, 1, True))
     else:
         wishes = ((1024, 16, 3, False), (1024, 16, 2, False), (1024, 16, 1, False), (1024, 8, 3, False), (1024, 8, 1, False))
-        if block_n >= 8192:  # rows loaded ahead spill there (sm_90, 8 bytes)
+        if block_n >= 8192:
             wishes = ((1024, 16, 1, False), (1024, 32, 1, False))
+        elif block_n <= 256:
+            wishes = ((1024, 8, 2, False), (1024, 8, 1, False), (2048, 8, 1, False), (2048, 16, 1, False), (1024, 16, 1, False))
     found: list[Config] = []
     for tile, values, num_stages, single in wishes:
-        block_m = max(1, min(tile // block_n, 16))
+        block_m = max(1, min(tile // block_n, 16, next_power_of_2(p.rows // device.num_cores)))  # few rows are spread over all cores
         num_warps = min(max(block_m * block_n // (values * lanes), 1), most_warps)
         per_core = max((32 if phase == "fwd" else 16) // num_warps, 1)  # as many as the registers hold
         tiles, most = max(num_tiles(p.rows, block_m), 8), max(device.num_cores * per_core // 8 * 8, 8)
@@ -109,6 +115,8 @@ def invariant_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Co
         wishes = ((1024, 16, 3), (1024, 8, 3), (2048, 16, 3), (1024, 16, 2), (1024, 16, 1), (2048, 16, 2))
         if block_n < 2048:  # sixteen values a thread spill there (sm_90 at 1,024, sm_100 at 64: 8 bytes)
             wishes = ((1024, 8, 3), *(w for w in wishes if w != (1024, 8, 3)))
+    if 2 <= alignment(p.cols) < 16 and phase == "bwd" and block_n > 4096:  # rows loaded ahead spill there (sm_90, 8 bytes)
+        wishes = ((1024, 16, 1), *(w for w in wishes if w != (1024, 16, 1)))
     found: list[Config] = []
     for tile, values, num_stages in wishes:
         block_m = max(1, min(tile // block_n, 16))
