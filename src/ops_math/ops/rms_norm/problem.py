@@ -87,4 +87,10 @@ CASES = (
         lambda d: Call((d.normal(24, 128), d.normal(24, 128, dtype="fp32"), d.normal(128)), {}),
         dtypes=("bf16", "fp16"),
     ),
+    Case(
+        "add, fp32 residual, odd width",
+        "add_rms_norm",
+        lambda d: Call((d.normal(24, 131), d.normal(24, 131, dtype="fp32"), d.normal(131)), {}),
+        dtypes=("bf16", "fp16"),
+    ),
 )

@@ -314,16 +314,19 @@ def launch_fwd(
     residual_MN = None if residual is None else as_rows(residual)
     tensors = x_MN, residual_MN, None if weight is None else weight.contiguous(), y, total, rstd
     sizes = p.cols, x_MN.stride(0), 0 if residual_MN is None else residual_MN.stride(0)
-    options = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.num_stages, "num_warps": config.num_warps}
     if config.ends and same_cut(p.cols, x_MN, residual_MN):
-        launch(cut._fwd_kernel, (config.num_programs,), *tensors, p.rows, *sizes, p.eps, p.weight_offset, ENDS=config.ends, **options)
+        launch(
+            cut._fwd_kernel, (config.num_programs,), *tensors, p.rows, *sizes, p.eps, p.weight_offset, BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n, ENDS=config.ends, STAGES=config.num_stages, num_warps=config.num_warps,
+        )  # fmt: skip
     else:
         config = _uncut(p, config, "fwd")
         wide = config.block_n < p.cols
         unit = alignment(*sizes) % 16 or 1  # Triton sees a factor of 16 by itself
         launch(
             _fwd_wide_kernel if wide else _fwd_kernel, (p.rows if wide else config.num_programs,),
-            *tensors, p.rows, *(n // unit for n in sizes), p.eps, p.weight_offset, ALIGN=unit, **options,
+            *tensors, p.rows, *(n // unit for n in sizes), p.eps, p.weight_offset,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, ALIGN=unit, num_warps=config.num_warps,
         )  # fmt: skip
     return y, absent(x) if total is None else total, rstd
 
