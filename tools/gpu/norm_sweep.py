@@ -1,9 +1,10 @@
 """Norms, softmax and dropout on one GPU: is each configuration right, and how near to a copy of the same number of bytes is it.
 
-Usage: PYTHONPATH=src python3 tools/gpu/norm_sweep.py [NAME ...]
+Usage: PYTHONPATH=src python3 tools/gpu/norm_sweep.py [--odd] [NAME ...]
 NAME: rms_norm, add_rms_norm, layer_norm, add_layer_norm, bert (add_layer_norm with bias and dropout), stream (the same on an fp32 residual
 stream with a bf16 copy of y, as under autocast), softmax, dropout; wide for 28,672 columns and model for the shapes of llama-1b and
-bert-large instead of the usual ones. All by default.
+bert-large instead of the usual ones. All by default. --odd takes widths that are no multiple of 16 and one that is wide, with Liger's
+kernels beside where they are installed, fewer repeats and configurations, and the best in a line at the end of each phase.
 
 Time is kernel time from the profiler: the device time of all that a call launches, gaps left out. GB/s counts each input read once and
 each output written once. `share` is the time of `copy_` of as many bytes over ours. `error` is the largest l2 error of an output
@@ -12,6 +13,7 @@ against the same formula in float64.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import traceback
 from collections.abc import Callable
@@ -31,7 +33,9 @@ from ops_math.rng import Rng
 SHAPES = ((16384, 4096), (32768, 1024), (8192, 8192))
 WIDE = ((4096, 28672),)
 MODEL = {"add_rms_norm": ((16384, 2048),), "rms_norm": ((16384, 2048),), "stream": ((16384, 1024),), "bert": ((16384, 1024),)}
-WORKERS = 8  # processes that compile ahead into Triton's cache
+ODD = ((28023, 1164), (161537, 2163), (155795, 3446), (3520, 4287), (721, 6616), (663, 15993), (105880, 69), (2, 2056), (8192, 28672))
+ODD_TASKS = ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "softmax")
+WORKERS = 14  # processes that compile ahead into Triton's cache
 LIMIT = 4e-3  # l2 error of bf16: one rounding has 2^-9 / sqrt(3)
 BF16 = torch.bfloat16
 
@@ -135,9 +139,13 @@ def say(*words: Any) -> None:
     print(*words, flush=True)
 
 
-def kernel_ms(call: Callable[[], Any], repeats: int = 12) -> float:
+REPEATS = [12, 3]  # timed and before
+
+
+def kernel_ms(call: Callable[[], Any]) -> float:
     """Device time [ms] of all that one call launches."""
-    for _ in range(3):
+    repeats, before = REPEATS
+    for _ in range(before):
         call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -168,6 +176,29 @@ def worst_error(values: tuple[Any, ...], want: tuple[Any, ...]) -> float:
     return max(gaps, key=lambda g: float("inf") if g != g else g)
 
 
+def liger(name: str, tensors: dict[str, torch.Tensor]) -> tuple[Callable[[], Any], Callable[[], Any]] | None:
+    """Liger's forward and backward as calls; None where it is not installed or has no such operator."""
+    try:
+        from liger_kernel import ops
+    except ImportError:
+        return None
+    x, residual, weight, bias = (tensors[n].clone().requires_grad_() for n in ("x", "residual", "weight", "bias"))
+    made = {
+        "rms_norm": lambda: ops.rms_norm.LigerRMSNormFunction.apply(x, weight, 1e-6, 0.0, "llama", False),
+        "add_rms_norm": lambda: ops.fused_add_rms_norm.LigerFusedAddRMSNormFunction.apply(x, residual, weight, 1e-6, 0.0, "llama", False),
+        "layer_norm": lambda: ops.layer_norm.LigerLayerNormFunction.apply(x, weight, bias, 1e-5),
+        "softmax": lambda: ops.softmax.LigerSoftmaxFunction.apply(x),
+    }.get(name)
+    if made is None:
+        return None
+    for module in ("rms_norm", "fused_add_rms_norm", "layer_norm", "softmax"):
+        importlib.import_module(f"liger_kernel.ops.{module}")
+    leaves = {"rms_norm": (x, weight), "add_rms_norm": (x, residual, weight), "layer_norm": (x, weight, bias)}.get(name, (x,))
+    outs = _tuple(made())
+    fed = [tensors[n] for n in ("dy", "dsum")][: len(outs)]
+    return made, lambda: torch.autograd.grad(outs, leaves, [t.clone() for t in fed], retain_graph=True)
+
+
 def calls(task: Task, tensors: dict[str, torch.Tensor]) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """For each phase the problem and the launcher's tensors; what the forward saves comes from eager."""
     operator = operators()[task.operator]
@@ -183,7 +214,7 @@ def calls(task: Task, tensors: dict[str, torch.Tensor]) -> dict[str, tuple[Any, 
 def compile_ahead(name: str, shape: tuple[int, int], phase: str, number: int) -> str:
     """Start one configuration once on few rows, so that its kernels are in Triton's cache."""
     operator = operators()[TASKS[name].operator]
-    problem, tensors = calls(TASKS[name], _tensors(64, shape[1]))[phase]
+    problem, tensors = calls(TASKS[name], _tensors(64 + shape[0] % 16, shape[1]))[phase]  # specialised as all rows will be
     module = _part(operator, "triton_gpu").module
     full = problem._replace(rows=shape[0])
     config = module.configs(full, backends.device_of(torch.device("cuda:0")), phase)[number]
@@ -202,6 +233,14 @@ def configurations(name: str, shape: tuple[int, int], phase: str) -> tuple[Any, 
     return _part(operator, "triton_gpu").module.configs(problem._replace(rows=shape[0]), backends.device_of(torch.device("cuda:0")), phase)
 
 
+def picked(configs: tuple[Any, ...], few: bool) -> list[int]:
+    """Which configurations are measured: all, or the first five and the first whose rows are not cut."""
+    if not few:
+        return list(range(len(configs)))
+    uncut = [i for i, c in enumerate(configs) if not getattr(c, "ends", 0)]
+    return sorted({*range(min(5, len(configs))), *uncut[:1]})
+
+
 def row(name: str, phase: str, shape: tuple[int, int], what: str, ms: float, size: int, copy_ms: float, error: float | None = None) -> None:
     """One line of the table."""
     note = "" if error is None else f"  error {error:.1e}" + ("" if error < LIMIT else "  WRONG")
@@ -215,7 +254,7 @@ def copy_time(size: int) -> float:
     return kernel_ms(lambda: target.copy_(source))
 
 
-def measure(name: str, shape: tuple[int, int]) -> None:
+def measure(name: str, shape: tuple[int, int], rivals: bool = False) -> None:
     """All configurations of one task on one shape, beside PyTorch and a copy."""
     task, tensors = TASKS[name], _tensors(*shape)
     operator = operators()[task.operator]
@@ -226,15 +265,37 @@ def measure(name: str, shape: tuple[int, int]) -> None:
         row(name, phase, shape, "copy_", copied, size, copied)
         if task.plain is not None:
             row(name, phase, shape, "torch", kernel_ms(native.fwd if phase == "fwd" else native.bwd), size, copied)
+        if rivals:
+            peer(name, phase, shape, tensors, size, copied)
         want = oracle(operator, phase, problem, inputs)
         target = _part(operator, "triton_gpu")
-        for config in target.module.configs(problem, backends.device_of(torch.device("cuda:0")), phase):
+        best: list[tuple[float, str]] = []
+        configs = target.module.configs(problem, backends.device_of(torch.device("cuda:0")), phase)
+        for config in (configs[i] for i in picked(configs, rivals)):
             try:
                 call = lambda c=config: target.launcher(phase)(problem, c, *inputs)  # noqa: B023, E731
                 error = worst_error(_tuple(call()), want)
-                row(name, phase, shape, str(tuple(config)), kernel_ms(call), size, copied, error)
+                ms = kernel_ms(call)
+                best.append((ms, str(tuple(config))))
+                row(name, phase, shape, best[-1][1], ms, size, copied, error)
             except Exception:  # noqa: BLE001 (one bad configuration must not end the sweep)
                 say(f"{name} {phase} {shape} {tuple(config)} FAILED", traceback.format_exc(limit=-1).splitlines()[-1][:300])
+        if rivals and best:
+            say(
+                f"{name} {phase} {shape} best first:",
+                *(f"{what} {copied / ms:.3f};" for ms, what in sorted(best)[:4]),
+                f"of {best[0][1]} first",
+            )
+
+
+def peer(name: str, phase: str, shape: tuple[int, int], tensors: dict[str, torch.Tensor], size: int, copied: float) -> None:
+    """Liger's line, or why there is none."""
+    try:
+        found = liger(name, tensors)
+        if found is not None:
+            row(name, phase, shape, "liger", kernel_ms(found[phase == "bwd"]), size, copied)
+    except Exception:  # noqa: BLE001 (a rival's refusal must not end the sweep, and is told)
+        say(f"{name} {phase} {shape} liger FAILED", traceback.format_exc(limit=-1).splitlines()[-1][:300])
 
 
 class Natives:
@@ -255,15 +316,32 @@ class Natives:
 def main(names: list[str]) -> None:
     """Compile in parallel, then measure one by one."""
     say(torch.__version__, torch.cuda.get_device_name(), f"copy of 4 GiB {4 * 2**30 / copy_time(4 * 2**30) / 1e6:.0f} GB/s")
+    if "--odd" in names:
+        odd([n for n in ODD_TASKS if n in names or not set(names) & set(TASKS)])
+        return
     chosen = [n for n in (MODEL if "model" in names else TASKS) if n in names or not set(names) & set(TASKS)]
     shapes = WIDE if "wide" in names else SHAPES + (() if names else WIDE)
     pairs = [(n, s) for n in chosen for s in MODEL[n]] if "model" in names else [(n, s) for s in shapes for n in chosen]
-    jobs = [(n, s, ph, i) for n, s in pairs for ph in ("fwd", "bwd") for i in range(len(configurations(n, s, ph)))]
+    compile_all(pairs)
+    for name, shape in pairs:
+        measure(name, shape)
+
+
+def odd(chosen: list[str]) -> None:
+    """The odd widths; a shape's line is of all operators, so that a run that is cut short has whole shapes."""
+    REPEATS[:] = [6, 2]
+    pairs = [(n, s) for s in ODD for n in chosen]
+    compile_all(pairs, few=True)
+    for name, shape in pairs:
+        measure(name, shape, rivals=True)
+
+
+def compile_all(pairs: list[tuple[str, tuple[int, int]]], few: bool = False) -> None:
+    """Every configuration of all pairs, side by side."""
+    jobs = [(n, s, ph, i) for n, s in pairs for ph in ("fwd", "bwd") for i in picked(configurations(n, s, ph), few)]
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
         failed = [f for f in pool.map(compile_ahead, *zip(*jobs, strict=True)) if f]
     say(f"compiled {len(jobs)} configurations, {len(failed)} failed", *{f[:200] for f in failed})
-    for name, shape in pairs:
-        measure(name, shape)
 
 
 if __name__ == "__main__":

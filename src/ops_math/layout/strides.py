@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ops_math.layout.copies import copied
@@ -26,7 +28,4 @@ def row_pieces(rows: int, cols: int, device: torch.device, values: int = 2**17) 
 
 def alignment(*numbers: int) -> int:
     """The greatest of 16, 8, 4, 2 and 1 that divides all numbers, sizes or strides in elements: by how many a kernel may read at once."""
-    found = 16
-    for n in numbers:
-        found |= n
-    return found & -found
+    return math.gcd(16, *numbers)

@@ -7,7 +7,7 @@ A pointer that is None stands for a tensor that is absent, and compiles to nothi
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,9 +15,11 @@ import triton.language as tl
 
 from ops_math.backends.launch import launch
 from ops_math.dispatch import absent
-from ops_math.layout import as_rows
+from ops_math.layout import alignment, as_rows
+from ops_math.ops._tiles.ends import LEAST, num_tiles, same_cut, widths
 from ops_math.ops._tiles.philox import keep_tile
 from ops_math.ops._tiles.rows import layer_norm_gradient, merged_moments, moments
+from ops_math.ops.layer_norm import triton_gpu_ends as cut
 from ops_math.ops.layer_norm.problem import LayerNormProblem, total_dtype
 from ops_math.rng import honoured, threshold
 from ops_math.spec import DTYPE_OF, Device, cdiv, next_power_of_2
@@ -30,13 +32,14 @@ WIDE_PASSES = {"fwd": 1.6, "bwd": 5.6}  # H200, bf16, 28,672 columns: 0.63 and 0
 
 
 class Config(NamedTuple):
-    """Rows a tile, columns a tile, warps, programs, rows loaded ahead (1: none)."""
+    """Rows a tile, columns a tile, warps, programs, rows loaded ahead (1: none), columns at the ends of a row (0: rows are not cut)."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_programs: int
     num_stages: int
+    ends: int = 0
 
 
 def supports(p: LayerNormProblem, device: Device, phase: str) -> str | None:
@@ -47,17 +50,58 @@ def supports(p: LayerNormProblem, device: Device, phase: str) -> str | None:
 
 
 def _is_wide(p: LayerNormProblem, phase: str) -> bool:
-    """Whether a row does not fit in registers; the mask's generator, or an address for each value, takes half of them."""
-    return p.cols > WIDEST[phase] // (2 if p.dropout_p or p.x_bias or p.cols % 16 else 1)
+    """Whether a row that is not cut does not fit in registers; the mask's generator, or an address for each value, takes half of them."""
+    return p.cols > WIDEST[phase] // (2 if p.dropout_p or p.x_bias or alignment(p.cols) == 1 else 1)
+
+
+def _is_cut(p: LayerNormProblem, phase: str) -> bool:
+    """Whether cutting rows at the 16-byte grid pays: where they can start anywhere, or are little wider than a power of two."""
+    off_grid = alignment(p.cols) == 1 or (alignment(p.cols) < 16 and widths(p.cols)[0] < p.cols)
+    return off_grid and LEAST <= p.cols <= WIDEST[phase] and not (p.dropout_p or p.x_bias or p.narrow)
 
 
 def passes(p: LayerNormProblem, phase: str) -> float:
     """Memory traffic over the least possible."""
-    return WIDE_PASSES[phase] if _is_wide(p, phase) else 1.0
+    return WIDE_PASSES[phase] if _is_wide(p, phase) and not _is_cut(p, phase) else 1.0
 
 
 def configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
     """The legal configurations, best guess first."""
+    return (*(_cut_configs(p, device, phase) if _is_cut(p, phase) else ()), *invariant_configs(p, device, phase))
+
+
+def _cut_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
+    """Rows cut at the 16-byte grid. Programs are persistent, since each loads the parameters value by value."""
+    lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
+    block_n, ends = widths(p.cols)
+    # Values a tile, values a thread, stages, whether there is one program for each tile. Rows loaded ahead spill where few registers are
+    # left (sm_90: at 16,384 forward 24 bytes, at 8,192 backward 8).
+    if phase == "fwd":
+        wishes = ((2048, 16, 2, False), (2048, 16, 1, False), (2048, 16, 1, True), (2048, 32, 1, False), (2048, 8, 2, False))
+        if block_n >= 8192:
+            wishes = ((2048, 32, 1, False), (2048, 32, 1, True), (2048, 16, 1, False), (2048, 16, 1, True))
+        elif block_n <= 256:  # eight values a thread leave a row to one warp
+            wishes = ((2048, 8, 1, False), (2048, 8, 2, False), (1024, 8, 1, False), (4096, 16, 1, False), (2048, 8, 1, True))
+    else:
+        wishes = ((1024, 16, 3, False), (1024, 16, 2, False), (1024, 16, 1, False), (1024, 8, 3, False), (1024, 8, 1, False))
+        if block_n >= 8192:
+            wishes = ((1024, 16, 1, False), (1024, 32, 1, False))
+        elif block_n <= 256:
+            wishes = ((1024, 8, 2, False), (1024, 8, 1, False), (2048, 8, 1, False), (2048, 16, 1, False), (1024, 16, 1, False))
+    found: list[Config] = []
+    for tile, values, num_stages, single in wishes:
+        block_m = max(1, min(tile // block_n, 16, next_power_of_2(p.rows // device.num_cores)))  # few rows are spread over all cores
+        num_warps = min(max(block_m * block_n // (values * lanes), 1), most_warps)
+        per_core = max((32 if phase == "fwd" else 16) // num_warps, 1)  # as many as the registers hold
+        tiles, most = max(num_tiles(p.rows, block_m), 8), max(device.num_cores * per_core // 8 * 8, 8)
+        config = Config(block_m, block_n, num_warps, tiles if single else min(tiles, most), num_stages, ends)
+        if config not in found and block_m * block_n <= 32 * num_warps * lanes and (device.kind != "hip" or num_stages == 1):
+            found.append(config)
+    return tuple(found)
+
+
+def invariant_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
+    """Those whose order of sums does not follow a row's place among its neighbours, best guess first."""
     if _is_wide(p, phase):
         return _wide_configs(p, device)
     lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
@@ -80,6 +124,8 @@ def configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ..
         wishes = ((1024, 16, 3), (2048, 16, 3), (1024, 8, 3), (1024, 16, 2), (1024, 16, 1), (2048, 16, 2))
         if block_n < 1024:  # sixteen values a thread spill there (sm_100, 24 bytes)
             wishes = ((1024, 8, 3), *wishes)
+    if 2 <= alignment(p.cols) < 16 and phase == "bwd" and block_n > 4096:  # rows loaded ahead spill there (sm_90, 8 bytes)
+        wishes = ((1024, 16, 1), *(w for w in wishes if w != (1024, 16, 1)))
     found: list[Config] = []
     for tile, values, num_stages in wishes:
         block_m = max(1, min(tile // block_n, 16))
@@ -135,8 +181,9 @@ def _summed(
 def _fwd_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, x_bias_ptr, state_ptr, y_ptr, narrow_ptr, total_ptr, mean_ptr, rstd_ptr,
     num_rows, num_cols, x_stride, residual_stride, eps, threshold, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    num_cols, x_stride, residual_stride = num_cols * ALIGN, x_stride * ALIGN, residual_stride * ALIGN
     cols = tl.arange(0, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -168,8 +215,9 @@ def _fwd_kernel(
 def _fwd_wide_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, x_bias_ptr, state_ptr, y_ptr, narrow_ptr, total_ptr, mean_ptr, rstd_ptr,
     num_rows, num_cols, x_stride, residual_stride, eps, threshold, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    num_cols, x_stride, residual_stride = num_cols * ALIGN, x_stride * ALIGN, residual_stride * ALIGN
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     count, mean, squares = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
     for start in tl.range(0, num_cols, BLOCK_N, num_stages=STAGES):
@@ -218,8 +266,10 @@ def _incoming(dy_ptr, dy_narrow_ptr, rows, cols, mask, dy_stride, narrow_stride)
 def _bwd_kernel(
     dy_ptr, dy_narrow_ptr, dsum_ptr, total_ptr, weight_ptr, mean_ptr, rstd_ptr, state_ptr, dtotal_ptr, dx_ptr, dw_ptr, db_ptr, dx_bias_ptr,
     num_rows, num_cols, dy_stride, narrow_stride, dsum_stride, total_stride, threshold, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    num_cols, dy_stride, narrow_stride = num_cols * ALIGN, dy_stride * ALIGN, narrow_stride * ALIGN
+    dsum_stride, total_stride = dsum_stride * ALIGN, total_stride * ALIGN
     cols = tl.arange(0, BLOCK_N)
     if weight_ptr is not None:
         weight = _parameter(weight_ptr, cols, num_cols)
@@ -267,8 +317,10 @@ def _bwd_kernel(
 def _bwd_wide_kernel(
     dy_ptr, dy_narrow_ptr, dsum_ptr, total_ptr, weight_ptr, mean_ptr, rstd_ptr, state_ptr, dtotal_ptr, dx_ptr, means_ptr,
     num_rows, num_cols, dy_stride, narrow_stride, dsum_stride, total_stride, threshold, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    num_cols, dy_stride, narrow_stride = num_cols * ALIGN, dy_stride * ALIGN, narrow_stride * ALIGN
+    dsum_stride, total_stride = dsum_stride * ALIGN, total_stride * ALIGN
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     mean, rstd = tl.load(mean_ptr + rows), tl.load(rstd_ptr + rows)
     gs, dots = tl.zeros([1, BLOCK_N], tl.float32), tl.zeros([1, BLOCK_N], tl.float32)
@@ -306,8 +358,10 @@ def _bwd_wide_kernel(
 def _bwd_columns_kernel(
     dy_ptr, dy_narrow_ptr, dsum_ptr, total_ptr, weight_ptr, mean_ptr, rstd_ptr, state_ptr, means_ptr, dw_ptr, db_ptr, dx_bias_ptr,
     num_rows, num_cols, dy_stride, narrow_stride, dsum_stride, total_stride, threshold, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    num_cols, dy_stride, narrow_stride = num_cols * ALIGN, dy_stride * ALIGN, narrow_stride * ALIGN
+    dsum_stride, total_stride = dsum_stride * ALIGN, total_stride * ALIGN
     first_col = tl.program_id(1) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     if weight_ptr is not None:
@@ -379,6 +433,15 @@ def _contiguous(t: torch.Tensor | None) -> torch.Tensor | None:
     return None if t is None else t.contiguous()
 
 
+def _uncut(p: LayerNormProblem, config: Config, phase: str) -> Config:
+    """What does the work of a configuration for tensors whose rows do not start together, as of a view."""
+    if not config.ends:
+        return config
+    block_n = WIDE_BLOCK if _is_wide(p, phase) else next_power_of_2(p.cols)
+    block_m = max(1, min(config.block_m, 1024 // block_n))
+    return Config(block_m, block_n, max(min(block_m * block_n // 512, 16), 1), config.num_programs, 1)
+
+
 def _mask_scalars(p: LayerNormProblem) -> tuple[int, float]:
     return threshold(p.dropout_p), 1.0 / (1.0 - honoured(p.dropout_p))
 
@@ -401,13 +464,23 @@ def launch_fwd(
     mean, rstd = x.new_empty(p.rows, dtype=torch.float32), x.new_empty(p.rows, dtype=torch.float32)
     x_MN = as_rows(x)
     residual_MN = None if residual is None else as_rows(residual)
-    wide = _is_wide(p, "fwd")
-    launch(
-        _fwd_wide_kernel if wide else _fwd_kernel, (p.rows if wide else config.num_programs,),
-        x_MN, residual_MN, _contiguous(weight), _contiguous(bias), _contiguous(x_bias), state, y, narrow, total, mean, rstd,
-        p.rows, p.cols, x_MN.stride(0), 0 if residual_MN is None else residual_MN.stride(0), p.eps, *_mask_scalars(p),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, num_warps=config.num_warps,
-    )  # fmt: skip
+    sizes = p.cols, x_MN.stride(0), 0 if residual_MN is None else residual_MN.stride(0)
+    parameters = _contiguous(weight), _contiguous(bias)
+    if config.ends and same_cut(p.cols, x_MN, residual_MN):
+        launch(
+            cut._fwd_kernel, (config.num_programs,), x_MN, residual_MN, *parameters, y, total, mean, rstd, p.rows, *sizes, p.eps,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, ENDS=config.ends, STAGES=config.num_stages, num_warps=config.num_warps,
+        )  # fmt: skip
+    else:
+        config = _uncut(p, config, "fwd")
+        wide = config.block_n < p.cols
+        unit = alignment(*sizes) % 16 or 1  # Triton sees a factor of 16 by itself
+        launch(
+            _fwd_wide_kernel if wide else _fwd_kernel, (p.rows if wide else config.num_programs,),
+            x_MN, residual_MN, *parameters, _contiguous(x_bias), state, y, narrow, total, mean, rstd,
+            p.rows, *(n // unit for n in sizes), p.eps, *_mask_scalars(p),
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, ALIGN=unit, num_warps=config.num_warps,
+        )  # fmt: skip
     return y, absent(x) if total is None else total, mean, rstd, absent(x) if narrow is None else narrow
 
 
@@ -435,15 +508,15 @@ def launch_bwd(
     total_MN, dy_MN = as_rows(total), as_rows(dy)
     narrow_MN, dsum_MN = (None if t is None else as_rows(t) for t in (dy_narrow, dsum))
     inputs = dy_MN, narrow_MN, dsum_MN, total_MN, _contiguous(weight), mean, rstd, state
-    strides = (0 if t is None else t.stride(0) for t in inputs[:4])
-    scalars = p.rows, p.cols, *strides, *_mask_scalars(p)
-    if _is_wide(p, "bwd"):
-        _launch_wide(p, config, inputs, dtotal, dx, partials, scalars)
-    else:
+    strides = [0 if t is None else t.stride(0) for t in inputs[:4]]
+    if config.ends and same_cut(p.cols, dy_MN, dsum_MN, total_MN):
         launch(
-            _bwd_kernel, (config.num_programs,), *inputs, dtotal, dx, *partials, *scalars,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, num_warps=config.num_warps,
+            cut._bwd_kernel, (config.num_programs,), dy_MN, dsum_MN, total_MN, inputs[4], mean, rstd, dtotal, dx, *partials[:2],
+            p.rows, p.cols, strides[0], *strides[2:],
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, ENDS=config.ends, STAGES=config.num_stages, num_warps=config.num_warps,
         )  # fmt: skip
+    else:
+        _launch_uncut_bwd(p, _uncut(p, config, "bwd"), inputs, dtotal, dx, partials, (p.cols, *strides))
     if any(need for need, _ in wanted):
         launch(
             _sum_partials_kernel, (cdiv(p.cols, SUM_N), 3), *partials, *sums, config.num_programs, p.cols,
@@ -452,24 +525,32 @@ def launch_bwd(
     return tuple(absent(total) if t is None else t for t in (dtotal, dx, *sums))
 
 
-def _launch_wide(
+def _launch_uncut_bwd(
     p: LayerNormProblem,
     config: Config,
     inputs: tuple[torch.Tensor | None, ...],
     dtotal: torch.Tensor | None,
     dx: torch.Tensor | None,
     partials: list[torch.Tensor | None],
-    scalars: tuple[Any, ...],
+    sizes: tuple[int, ...],
 ) -> None:
-    """Rows first, then the sums over rows, which read the rows' means where they need them."""
+    """Gradients of rows and partial sums of those of parameters; wide rows first, then the sums, which read the rows' means."""
+    unit = alignment(*sizes) % 16 or 1  # Triton sees a factor of 16 by itself
+    scalars = p.rows, *(n // unit for n in sizes), *_mask_scalars(p)
+    if config.block_n >= p.cols:
+        launch(
+            _bwd_kernel, (config.num_programs,), *inputs, dtotal, dx, *partials, *scalars,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, ALIGN=unit, num_warps=config.num_warps,
+        )  # fmt: skip
+        return
     means = torch.empty((p.rows, 2), dtype=torch.float32, device=inputs[3].device)  # type: ignore[union-attr]
     if dtotal is not None or dx is not None or p.need_dx_bias:
         launch(
             _bwd_wide_kernel, (p.rows,), *inputs, dtotal, dx, means, *scalars,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, num_warps=config.num_warps,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, ALIGN=unit, num_warps=config.num_warps,
         )  # fmt: skip
     if any(t is not None for t in partials):
         launch(
             _bwd_columns_kernel, (config.num_programs, cdiv(p.cols, COLUMNS_N)), *inputs, means, *partials, *scalars,
-            BLOCK_M=COLUMNS_M, BLOCK_N=COLUMNS_N, num_warps=4,
+            BLOCK_M=COLUMNS_M, BLOCK_N=COLUMNS_N, ALIGN=unit, num_warps=4,
         )  # fmt: skip

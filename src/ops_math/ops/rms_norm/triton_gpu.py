@@ -15,8 +15,10 @@ import triton.language as tl
 
 from ops_math.backends.launch import launch
 from ops_math.dispatch import absent
-from ops_math.layout import as_rows
+from ops_math.layout import alignment, as_rows
+from ops_math.ops._tiles.ends import LEAST, num_tiles, same_cut, widths
 from ops_math.ops._tiles.rows import rms_norm_gradient
+from ops_math.ops.rms_norm import triton_gpu_ends as cut
 from ops_math.ops.rms_norm.problem import RmsNormProblem
 from ops_math.spec import DTYPE_OF, Device, cdiv, next_power_of_2
 
@@ -28,13 +30,14 @@ WIDE_PASSES = {"fwd": 1.3, "bwd": 3.9}  # H200, bf16, 28,672 columns: 0.77 and 0
 
 
 class Config(NamedTuple):
-    """Rows a tile, columns a tile, warps, programs, rows loaded ahead (1: none)."""
+    """Rows a tile, columns a tile, warps, programs, rows loaded ahead (1: none), columns at the ends of a row (0: rows are not cut)."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_programs: int
     num_stages: int
+    ends: int = 0
 
 
 def supports(p: RmsNormProblem, device: Device, phase: str) -> str | None:
@@ -45,17 +48,58 @@ def supports(p: RmsNormProblem, device: Device, phase: str) -> str | None:
 
 
 def _is_wide(p: RmsNormProblem, phase: str) -> bool:
-    """Whether a row does not fit in registers; an address for each value takes half of them."""
-    return p.cols > WIDEST[phase] // (2 if p.cols % 16 else 1)
+    """Whether a row that is not cut does not fit in registers; an address for each value takes half of them."""
+    return p.cols > WIDEST[phase] // (1 if alignment(p.cols) > 1 else 2)
+
+
+def _is_cut(p: RmsNormProblem, phase: str) -> bool:
+    """Whether cutting rows at the 16-byte grid pays: where they can start anywhere, or are little wider than a power of two."""
+    off_grid = alignment(p.cols) == 1 or (alignment(p.cols) < 16 and widths(p.cols)[0] < p.cols)
+    return off_grid and LEAST <= p.cols <= WIDEST[phase]
 
 
 def passes(p: RmsNormProblem, phase: str) -> float:
     """Memory traffic over the least possible."""
-    return WIDE_PASSES[phase] if _is_wide(p, phase) else 1.0
+    return WIDE_PASSES[phase] if _is_wide(p, phase) and not _is_cut(p, phase) else 1.0
 
 
 def configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
     """The legal configurations, best guess first."""
+    return (*(_cut_configs(p, device, phase) if _is_cut(p, phase) else ()), *invariant_configs(p, device, phase))
+
+
+def _cut_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
+    """Rows cut at the 16-byte grid. Programs are persistent, since each loads the weight value by value."""
+    lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
+    block_n, ends = widths(p.cols)
+    # Values a tile, values a thread, stages, whether there is one program for each tile. Rows loaded ahead spill where few registers are
+    # left (sm_90: at 16,384 forward 24 bytes, at 8,192 backward 8).
+    if phase == "fwd":
+        wishes = ((2048, 16, 2, False), (2048, 16, 1, False), (2048, 16, 1, True), (2048, 32, 1, False), (2048, 8, 2, False))
+        if block_n >= 8192:
+            wishes = ((2048, 32, 1, False), (2048, 32, 1, True), (2048, 16, 1, False), (2048, 16, 1, True))
+        elif block_n <= 256:  # eight values a thread leave a row to one warp
+            wishes = ((2048, 8, 1, False), (2048, 8, 2, False), (1024, 8, 1, False), (4096, 16, 1, False), (2048, 8, 1, True))
+    else:
+        wishes = ((1024, 16, 3, False), (1024, 16, 2, False), (1024, 16, 1, False), (1024, 8, 3, False), (1024, 8, 1, False))
+        if block_n >= 8192:
+            wishes = ((1024, 16, 1, False), (1024, 32, 1, False))
+        elif block_n <= 256:
+            wishes = ((1024, 8, 2, False), (1024, 8, 1, False), (2048, 8, 1, False), (2048, 16, 1, False), (1024, 16, 1, False))
+    found: list[Config] = []
+    for tile, values, num_stages, single in wishes:
+        block_m = max(1, min(tile // block_n, 16, next_power_of_2(p.rows // device.num_cores)))  # few rows are spread over all cores
+        num_warps = min(max(block_m * block_n // (values * lanes), 1), most_warps)
+        per_core = max((32 if phase == "fwd" else 16) // num_warps, 1)  # as many as the registers hold
+        tiles, most = max(num_tiles(p.rows, block_m), 8), max(device.num_cores * per_core // 8 * 8, 8)
+        config = Config(block_m, block_n, num_warps, tiles if single else min(tiles, most), num_stages, ends)
+        if config not in found and block_m * block_n <= 32 * num_warps * lanes and (device.kind != "hip" or num_stages == 1):
+            found.append(config)
+    return tuple(found)
+
+
+def invariant_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
+    """Those whose order of sums does not follow a row's place among its neighbours, best guess first."""
     if _is_wide(p, phase):
         cuts = 4 * device.num_cores // max(p.cols // COLUMNS_N, 1)  # about four programs a core sum the weight's gradient
         num_programs = max(min(cuts, -(-p.rows // COLUMNS_M)), 1)
@@ -71,6 +115,8 @@ def configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]
         wishes = ((1024, 16, 3), (1024, 8, 3), (2048, 16, 3), (1024, 16, 2), (1024, 16, 1), (2048, 16, 2))
         if block_n < 2048:  # sixteen values a thread spill there (sm_90 at 1,024, sm_100 at 64: 8 bytes)
             wishes = ((1024, 8, 3), *(w for w in wishes if w != (1024, 8, 3)))
+    if 2 <= alignment(p.cols) < 16 and phase == "bwd" and block_n > 4096:  # rows loaded ahead spill there (sm_90, 8 bytes)
+        wishes = ((1024, 16, 1), *(w for w in wishes if w != (1024, 16, 1)))
     found: list[Config] = []
     for tile, values, num_stages in wishes:
         block_m = max(1, min(tile // block_n, 16))
@@ -103,8 +149,9 @@ def _summed(x_ptr, residual_ptr, total_ptr, rows, cols, mask, x_stride, residual
 @triton.jit
 def _fwd_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, num_rows, num_cols, x_stride, residual_stride, eps, weight_offset,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    num_cols, x_stride, residual_stride = num_cols * ALIGN, x_stride * ALIGN, residual_stride * ALIGN
     cols = tl.arange(0, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -126,8 +173,9 @@ def _fwd_kernel(
 @triton.jit
 def _fwd_wide_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, num_rows, num_cols, x_stride, residual_stride, eps, weight_offset,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    num_cols, x_stride, residual_stride = num_cols * ALIGN, x_stride * ALIGN, residual_stride * ALIGN
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     squares = tl.zeros([1, BLOCK_N], tl.float32)
     for start in tl.range(0, num_cols, BLOCK_N, num_stages=STAGES):
@@ -153,8 +201,9 @@ def _fwd_wide_kernel(
 @triton.jit
 def _bwd_kernel(
     dy_ptr, dsum_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dw_ptr, num_rows, num_cols, dy_stride, dsum_stride, x_stride, weight_offset,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    num_cols, dy_stride, dsum_stride, x_stride = num_cols * ALIGN, dy_stride * ALIGN, dsum_stride * ALIGN, x_stride * ALIGN
     cols = tl.arange(0, BLOCK_N)
     if weight_ptr is not None:
         weight = _parameter(weight_ptr, cols, num_cols, weight_offset)
@@ -186,8 +235,9 @@ def _bwd_kernel(
 @triton.jit
 def _bwd_wide_kernel(
     dy_ptr, dsum_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, num_rows, num_cols, dy_stride, dsum_stride, x_stride, weight_offset,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    num_cols, dy_stride, dsum_stride, x_stride = num_cols * ALIGN, dy_stride * ALIGN, dsum_stride * ALIGN, x_stride * ALIGN
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     rstd = tl.load(rstd_ptr + rows)
     dots = tl.zeros([1, BLOCK_N], tl.float32)
@@ -216,8 +266,9 @@ def _bwd_wide_kernel(
 @triton.jit
 def _bwd_columns_kernel(
     dy_ptr, x_ptr, rstd_ptr, dw_ptr, num_rows, num_cols, dy_stride, x_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    num_cols, dy_stride, x_stride = num_cols * ALIGN, dy_stride * ALIGN, x_stride * ALIGN
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     dw = tl.zeros([BLOCK_N], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
@@ -243,6 +294,15 @@ def _sum_partials_kernel(partial_ptr, sum_ptr, num_partials, num_cols, BLOCK_M: 
     tl.store(sum_ptr + cols, tl.sum(sums, 0).to(sum_ptr.dtype.element_ty), mask=cols < num_cols)
 
 
+def _uncut(p: RmsNormProblem, config: Config, phase: str) -> Config:
+    """What does the work of a configuration for tensors whose rows do not start together, as of a view."""
+    if not config.ends:
+        return config
+    block_n = WIDE_BLOCK if _is_wide(p, phase) else next_power_of_2(p.cols)
+    block_m = max(1, min(config.block_m, 1024 // block_n))
+    return Config(block_m, block_n, max(min(block_m * block_n // 512, 16), 1), config.num_programs, 1)
+
+
 def launch_fwd(
     p: RmsNormProblem, config: Config, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -252,13 +312,22 @@ def launch_fwd(
     rstd = torch.empty(p.rows, dtype=torch.float32, device=x.device)
     x_MN = as_rows(x)
     residual_MN = None if residual is None else as_rows(residual)
-    wide = _is_wide(p, "fwd")
-    launch(
-        _fwd_wide_kernel if wide else _fwd_kernel, (p.rows if wide else config.num_programs,),
-        x_MN, residual_MN, None if weight is None else weight.contiguous(), y, total, rstd,
-        p.rows, p.cols, x_MN.stride(0), 0 if residual_MN is None else residual_MN.stride(0), p.eps, p.weight_offset,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, num_warps=config.num_warps,
-    )  # fmt: skip
+    tensors = x_MN, residual_MN, None if weight is None else weight.contiguous(), y, total, rstd
+    sizes = p.cols, x_MN.stride(0), 0 if residual_MN is None else residual_MN.stride(0)
+    if config.ends and same_cut(p.cols, x_MN, residual_MN):
+        launch(
+            cut._fwd_kernel, (config.num_programs,), *tensors, p.rows, *sizes, p.eps, p.weight_offset, BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n, ENDS=config.ends, STAGES=config.num_stages, num_warps=config.num_warps,
+        )  # fmt: skip
+    else:
+        config = _uncut(p, config, "fwd")
+        wide = config.block_n < p.cols
+        unit = alignment(*sizes) % 16 or 1  # Triton sees a factor of 16 by itself
+        launch(
+            _fwd_wide_kernel if wide else _fwd_kernel, (p.rows if wide else config.num_programs,),
+            *tensors, p.rows, *(n // unit for n in sizes), p.eps, p.weight_offset,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, ALIGN=unit, num_warps=config.num_warps,
+        )  # fmt: skip
     return y, absent(x) if total is None else total, rstd
 
 
@@ -278,21 +347,42 @@ def launch_bwd(
     x_MN, dy_MN = as_rows(x), as_rows(dy)
     dsum_MN = None if dsum is None else as_rows(dsum)
     inputs = dy_MN, dsum_MN, x_MN, None if weight is None else weight.contiguous(), rstd
-    scalars = p.rows, p.cols, dy_MN.stride(0), 0 if dsum_MN is None else dsum_MN.stride(0), x_MN.stride(0), p.weight_offset
-    options = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.num_stages, "num_warps": config.num_warps}
-    if not _is_wide(p, "bwd"):
-        launch(_bwd_kernel, (config.num_programs,), *inputs, dx, partial, *scalars, **options)
+    sizes = p.cols, dy_MN.stride(0), 0 if dsum_MN is None else dsum_MN.stride(0), x_MN.stride(0)
+    if config.ends and same_cut(p.cols, *inputs[:3]):
+        launch(
+            cut._bwd_kernel, (config.num_programs,), *inputs, dx, partial, p.rows, *sizes, p.weight_offset, BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n, ENDS=config.ends, STAGES=config.num_stages, num_warps=config.num_warps,
+        )  # fmt: skip
     else:
-        if dx is not None:
-            launch(_bwd_wide_kernel, (p.rows,), *inputs, dx, *scalars, **options)
-        if partial is not None:
-            launch(
-                _bwd_columns_kernel, (config.num_programs, cdiv(p.cols, COLUMNS_N)), dy_MN, x_MN, rstd, partial,
-                p.rows, p.cols, dy_MN.stride(0), x_MN.stride(0), BLOCK_M=COLUMNS_M, BLOCK_N=COLUMNS_N, num_warps=4,
-            )  # fmt: skip
+        _launch_uncut_bwd(p, _uncut(p, config, "bwd"), inputs, dx, partial, sizes)
     if partial is not None:
         launch(
             _sum_partials_kernel, (cdiv(p.cols, SUM_N),), partial, dw, config.num_programs, p.cols,
             BLOCK_M=SUM_M, BLOCK_N=SUM_N, num_warps=8,
         )  # fmt: skip
     return absent(x) if dx is None else dx, absent(x) if dw is None else dw
+
+
+def _launch_uncut_bwd(
+    p: RmsNormProblem,
+    config: Config,
+    inputs: tuple[torch.Tensor | None, ...],
+    dx: torch.Tensor | None,
+    partial: torch.Tensor | None,
+    sizes: tuple[int, ...],
+) -> None:
+    """dx and partial sums of the weight's gradient, one row for each program."""
+    unit = alignment(*sizes) % 16 or 1  # Triton sees a factor of 16 by itself
+    cols, dy_stride, _, x_stride = units = [n // unit for n in sizes]
+    options = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.num_stages, "num_warps": config.num_warps}
+    if config.block_n >= p.cols:
+        launch(_bwd_kernel, (config.num_programs,), *inputs, dx, partial, p.rows, *units, p.weight_offset, ALIGN=unit, **options)
+        return
+    if dx is not None:
+        launch(_bwd_wide_kernel, (p.rows,), *inputs, dx, p.rows, *units, p.weight_offset, ALIGN=unit, **options)
+    if partial is not None:
+        dy, _, x, _, rstd = inputs
+        launch(
+            _bwd_columns_kernel, (config.num_programs, cdiv(p.cols, COLUMNS_N)), dy, x, rstd, partial, p.rows, cols, dy_stride, x_stride,
+            BLOCK_M=COLUMNS_M, BLOCK_N=COLUMNS_N, ALIGN=unit, num_warps=4,
+        )  # fmt: skip

@@ -5,14 +5,16 @@ A row lies in registers when it fits (16,384 columns); wider rows are read twice
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ops_math.backends.launch import launch
-from ops_math.layout import as_rows
+from ops_math.layout import alignment, as_rows
+from ops_math.ops._tiles.ends import LEAST, num_tiles, same_cut, widths
+from ops_math.ops.softmax import triton_gpu_ends as cut
 from ops_math.ops.softmax.problem import SoftmaxProblem
 from ops_math.spec import DTYPE_OF, Device, cdiv, next_power_of_2
 
@@ -21,11 +23,12 @@ WIDE_BLOCK = 4096
 
 
 class Config(NamedTuple):
-    """Rows a tile, columns a tile, warps."""
+    """Rows a tile, columns a tile, warps, columns at the ends of a row (0: rows are not cut)."""
 
     block_m: int
     block_n: int
     num_warps: int
+    ends: int = 0
 
 
 def supports(p: SoftmaxProblem, device: Device, phase: str) -> str | None:
@@ -34,13 +37,33 @@ def supports(p: SoftmaxProblem, device: Device, phase: str) -> str | None:
 
 
 def configs(p: SoftmaxProblem, device: Device, phase: str) -> tuple[Config, ...]:
-    """Tiles of whole rows; 16 values a thread first, then 32 and 8, and more rows a tile for narrow ones."""
+    """The legal configurations, best guess first: rows cut at the 16-byte grid where they start off it or are little wider than a power
+    of two, and the others."""
+    off_grid = alignment(p.cols) == 1 or (alignment(p.cols) < 16 and widths(p.cols)[0] < p.cols)
+    if not (off_grid and LEAST <= p.cols <= WIDEST):
+        return invariant_configs(p, device, phase)
+    lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
+    block_n, ends = widths(p.cols)
+    found: list[Config] = []
+    for values, tile in ((8, 1024), (16, 2048), (8, 2048), (8, 4096), (16, 1024), (32, 4096)):
+        block_m = max(1, min(tile // block_n, 64, next_power_of_2(p.rows // device.num_cores)))  # few rows are spread over all cores
+        config = Config(block_m, block_n, min(max(block_m * block_n // (values * lanes), 1), most_warps), ends)
+        if config not in found and block_m * block_n <= 32 * config.num_warps * lanes:
+            found.append(config)
+    return (*found, *invariant_configs(p, device, phase))
+
+
+def invariant_configs(p: SoftmaxProblem, device: Device, phase: str) -> tuple[Config, ...]:
+    """Those whose order of sums does not follow a row's place among its neighbours: tiles of whole rows; 16 values a thread first, then 32
+    and 8, and more rows a tile for narrow ones."""
     lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
     if p.cols > WIDEST:
         return tuple(Config(1, WIDE_BLOCK, num_warps) for num_warps in (16, 8, 4))
     block_n = next_power_of_2(max(p.cols, 1))
     found: list[Config] = []
     narrow = ((8, 2048),) if block_n < 1024 else ()  # sixteen values a thread spill there (sm_100, 8 bytes)
+    if alignment(p.cols) < 16 and block_n < 1024:  # fewer warps: 23 instructions a value at 498 columns instead of 40 (sm_90)
+        narrow = ((16, 1024), (8, 1024), *narrow)
     for values, tile in (*narrow, (16, 2048), (16, 4096), (32, 2048), (8, 2048), (16, 1024)):
         block_m = max(1, min(tile // block_n, 32))
         num_warps = min(max(block_m * block_n // (values * lanes), 1), most_warps)
@@ -53,8 +76,9 @@ def configs(p: SoftmaxProblem, device: Device, phase: str) -> tuple[Config, ...]
 @triton.jit
 def _fwd_kernel(
     x_ptr, y_ptr, num_rows, num_cols, x_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    num_cols, x_stride = num_cols * ALIGN, x_stride * ALIGN
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
@@ -71,8 +95,9 @@ def _fwd_kernel(
 @triton.jit
 def _fwd_wide_kernel(
     x_ptr, y_ptr, num_rows, num_cols, x_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    num_cols, x_stride = num_cols * ALIGN, x_stride * ALIGN
     row = tl.program_id(0).to(tl.int64)
     tops = tl.full([BLOCK_N], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_N], tl.float32)
@@ -95,8 +120,9 @@ def _fwd_wide_kernel(
 @triton.jit
 def _bwd_kernel(
     dy_ptr, y_ptr, dx_ptr, num_rows, num_cols, dy_stride, y_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    num_cols, dy_stride, y_stride = num_cols * ALIGN, dy_stride * ALIGN, y_stride * ALIGN
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
@@ -112,8 +138,9 @@ def _bwd_kernel(
 @triton.jit
 def _bwd_wide_kernel(
     dy_ptr, y_ptr, dx_ptr, num_rows, num_cols, dy_stride, y_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    num_cols, dy_stride, y_stride = num_cols * ALIGN, dy_stride * ALIGN, y_stride * ALIGN
     row = tl.program_id(0).to(tl.int64)
     dots = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, num_cols, BLOCK_N):
@@ -128,25 +155,39 @@ def _bwd_wide_kernel(
         tl.store(dx_ptr + row * num_cols + cols, (y * (dy - dot)).to(dx_ptr.dtype.element_ty), mask=cols < num_cols)
 
 
+def _launch(
+    p: SoftmaxProblem, config: Config, kernels: tuple[Any, Any, Any], inputs: tuple[torch.Tensor, ...], result: torch.Tensor
+) -> None:
+    """Start the kernel for cut, whole or wide rows."""
+    of_cut, of_whole, of_wide = kernels
+    strides = [t.stride(0) for t in inputs]
+    if config.ends and same_cut(p.cols, *inputs):
+        launch(
+            of_cut, (num_tiles(p.rows, config.block_m),), *inputs, result, p.rows, p.cols, *strides,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, ENDS=config.ends, num_warps=config.num_warps,
+        )  # fmt: skip
+        return
+    if config.ends:  # rows that do not start together, as of a view
+        block_n = next_power_of_2(p.cols)
+        block_m = max(1, 1024 // block_n)
+        config = Config(block_m, block_n, max(min(block_m * block_n // 512, 16), 1))
+    unit = alignment(p.cols, *strides) % 16 or 1  # Triton sees a factor of 16 by itself
+    launch(
+        of_whole if p.cols <= WIDEST else of_wide, (cdiv(p.rows, config.block_m) if p.cols else 0,),
+        *inputs, result, p.rows, p.cols // unit, *(n // unit for n in strides),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, ALIGN=unit, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
 def launch_fwd(p: SoftmaxProblem, config: Config, x: torch.Tensor) -> torch.Tensor:
     """y."""
     y = torch.empty(x.shape, dtype=DTYPE_OF[p.out], device=x.device)
-    x_MN = as_rows(x)
-    launch(
-        _fwd_kernel if p.cols <= WIDEST else _fwd_wide_kernel, (cdiv(p.rows, config.block_m) if p.cols else 0,),
-        x_MN, y, p.rows, p.cols, x_MN.stride(0),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
-    )  # fmt: skip
+    _launch(p, config, (cut._fwd_kernel, _fwd_kernel, _fwd_wide_kernel), (as_rows(x),), y)
     return y
 
 
 def launch_bwd(p: SoftmaxProblem, config: Config, dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """dx."""
     dx = torch.empty(y.shape, dtype=DTYPE_OF[p.x], device=y.device)
-    dy_MN, y_MN = as_rows(dy), as_rows(y)
-    launch(
-        _bwd_kernel if p.cols <= WIDEST else _bwd_wide_kernel, (cdiv(p.rows, config.block_m) if p.cols else 0,),
-        dy_MN, y_MN, dx, p.rows, p.cols, dy_MN.stride(0), y_MN.stride(0),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
-    )  # fmt: skip
+    _launch(p, config, (cut._bwd_kernel, _bwd_kernel, _bwd_wide_kernel), (as_rows(dy), as_rows(y)), dx)
     return dx
