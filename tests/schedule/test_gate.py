@@ -33,9 +33,8 @@ def test_no_honest_implementation_is_refused(name):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", catalog.operators())
-def test_no_honest_implementation_is_refused_on_a_gpu(name, dtype):
-    timed, refused = measured_on("cuda", name, {dtype})
+def test_no_honest_implementation_is_refused_on_a_gpu(name):
+    timed, refused = measured_on("cuda", name, {"bf16"})
     assert refused == []
     assert timed > 20
