@@ -342,7 +342,9 @@ def observed(function: F) -> F:
             if settings.STATE.debug is None:
                 return function(*args, **kwargs)
             return settings.STATE.debug.operator(function, args, kwargs)
-        except (TypeError, RuntimeError):
+        except checks.ArgumentError:
+            raise
+        except keywords.FAILURES:
             keywords.explain(function, args, kwargs)
             raise
 

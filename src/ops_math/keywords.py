@@ -1,5 +1,5 @@
 """What a call means that an operator does not take: the argument of ours for PyTorch's name, a misspelt one, one that is missing, a
-tensor without memory by strides.
+tensor without memory by strides, text for a number.
 
 Asked only after a call has failed, so that others pay nothing for it.
 """
@@ -10,7 +10,10 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any, TypeVar
+
+import torch
 
 from ops_math import checks
 
@@ -108,10 +111,10 @@ SETTINGS_OF_ADAMW = ("lr", "betas", "eps", "weight_decay", "amsgrad", "fused", "
 
 
 def explain(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Say in words why a call that failed does not bind, and which argument is meant, or that a tensor has no memory by strides; return
-    where it is something else.
+    """Say in words why a call that failed does not bind, and which argument is meant, or that a tensor has no memory by strides, or which
+    option is no number, dtype or text as its annotation says; return where it is something else.
 
-    Raises: CallError, an ArgumentError that is a TypeError as well; ArgumentError for a sparse or nested tensor.
+    Raises: CallError, an ArgumentError that is a TypeError as well; ArgumentError for a value of another kind.
     """
     signature, name = inspect.signature(function), function.__name__
     parameters = signature.parameters
@@ -133,8 +136,39 @@ def explain(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         checks.not_called(name, f"{', '.join(missing)} must be given; got nothing", f"It takes {name}{signature_text(signature)}.")
     for argument, value in signature.bind(*args, **kwargs).arguments.items():
         checks.dense(name, argument, value)
+        _kind(name, argument, value, parameters[argument])
 
 
+def _whole(value: Any) -> bool:
+    return isinstance(value, Integral | torch.SymInt) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return _whole(value) or isinstance(value, Real | torch.SymFloat) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
+# What an annotation of the operators asks of a value, in words and as a test. Tensors are looked at by the operators themselves.
+KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "float": ("a number", _number),
+    "int": ("a whole number", _whole),
+    "bool": ("True or False", lambda value: isinstance(value, bool)),
+    "str": ("text", lambda value: isinstance(value, str)),
+    "tuple[int, int]": ("a pair of whole numbers", lambda v: isinstance(v, tuple | list) and len(v) == 2 and all(map(_whole, v))),
+    "torch.dtype": ("a floating dtype of torch", lambda value: isinstance(value, torch.dtype) and value.is_floating_point),
+}
+
+
+def _kind(operator: str, argument: str, value: Any, parameter: inspect.Parameter) -> None:
+    annotation, _, optional = str(parameter.annotation).partition(" | ")
+    if annotation not in KINDS or optional not in ("", "None") or (optional and value is None):
+        return
+    needs, fits = KINDS[annotation]
+    if not fits(value):
+        do = "It has no default." if parameter.default is parameter.empty else f"Leave it out for {parameter.default!r}."
+        checks.fail(operator, argument, needs + (" or None" if optional else ""), repr(value), do)
+
+
+FAILURES = (TypeError, ValueError, KeyError, RuntimeError)  # what a call that is not meant so ends in, before or within the operator
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -145,7 +179,9 @@ def explained(function: F) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except (TypeError, RuntimeError):
+        except checks.ArgumentError:
+            raise
+        except FAILURES:
             explain(function, args, kwargs)
             raise
 

@@ -109,6 +109,31 @@ def test_the_words_are_the_same_under_a_debugger_and_switched_off():
         om.attention(q, q, q, is_causal=True)
 
 
-def test_a_traced_call_says_it_too():
-    with pytest.raises(Exception, match=r"causal=|is_causal"):
-        torch.compile(lambda q: om.attention(q, q, q, is_causal=True), backend="eager", fullgraph=True)(q)
+OF_ANOTHER_KIND = [
+    (lambda: om.rms_norm(x, eps=None), "rms_norm: eps must be a number; got None. Leave it out for 1e-06."),
+    (lambda: om.rms_norm(x, eps="1e-5"), "rms_norm: eps must be a number; got '1e-5'. Leave it out for 1e-06."),
+    (lambda: om.rms_norm(x, weight_offset="1"), "rms_norm: weight_offset must be a number; got '1'. Leave it out for 0.0."),
+    (lambda: om.dropout(x, "0.1"), "dropout: p must be a number; got '0.1'. It has no default."),
+    (lambda: om.attention(q, q, q, scale="a"), "attention: scale must be a number or None; got 'a'. Leave it out for None."),
+    (lambda: om.attention_qkv(q.flatten(2), num_heads="2"), "attention_qkv: num_heads must be a whole number; got '2'. It has no default."),
+    (lambda: om.attention_qkv(torch.randn(1, 4, 48), num_heads=2.0), "num_heads must be a whole number; got 2.0. It has no default."),
+    (lambda: om.cross_entropy(x, target, label_smoothing="a"), "label_smoothing must be a number; got 'a'. Leave it out for 0.0."),
+    (lambda: om.cross_entropy(x, target, ignore_index=None), "ignore_index must be a whole number; got None. Leave it out for -100."),
+    (lambda: om.cross_entropy(x, target, softcap="x"), "softcap must be a number or None; got 'x'. Leave it out for None."),
+    (lambda: om.add_rms_norm(x, x, out_dtype="bf16"), "out_dtype must be a floating dtype of torch or None; got 'bf16'."),
+    (lambda: om.add_rms_norm(x, x, out_dtype=torch.int32), "out_dtype must be a floating dtype of torch or None; got torch.int32."),
+    (lambda: om.linear(x, torch.randn(3, 8), parts=2), "linear: parts must be a pair of whole numbers; got 2. Leave it out for (1, 1)."),
+    (lambda: om.linear(x, torch.randn(3, 8), parts=(2,)), "linear: parts must be a pair of whole numbers; got (2,)."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "words"), OF_ANOTHER_KIND, ids=[str(i) for i in range(len(OF_ANOTHER_KIND))])
+def test_an_option_of_another_kind_is_named_with_what_it_needs(call, words):
+    with pytest.raises(ArgumentError) as found:
+        call()
+    assert words in str(found.value)
+
+
+def test_a_number_that_pytorch_takes_is_no_fault():
+    assert torch.equal(om.attention(q, q, q, scale=torch.tensor(0.5)), om.attention(q, q, q, scale=0.5))
+    assert torch.equal(om.rms_norm(x, eps=0), om.rms_norm(x, eps=0.0))

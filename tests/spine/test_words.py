@@ -80,6 +80,35 @@ def test_a_tensor_that_is_not_dense_is_refused_with_what_to_do(name, layout):
         om.residual_mlp(x, nn.RMSNorm(8), nn.Linear(8, 8))
 
 
+def test_a_tensor_that_is_shared_among_ranks_is_refused_with_what_to_do(tmp_path):
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    try:
+        x = distribute_tensor(torch.randn(4, 8), init_device_mesh("cpu", (1,)), [Replicate()])
+        words = r"x must be a tensor of this rank; got DTensor\. Pass x\.to_local\(\), or call it within .*local_map\.$"
+        with pytest.raises(ArgumentError, match=rf"^rms_norm: {words}"):
+            om.rms_norm(x, torch.ones(8))
+        with pytest.raises(ArgumentError, match=rf"^residual_mlp: {words}"):
+            om.residual_mlp(x, nn.RMSNorm(8), nn.Linear(8, 8))
+        assert om.rms_norm(x.to_local(), torch.ones(8)).shape == (4, 8)
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_module_that_runs_as_it_is_may_take_a_nested_tensor():
+    x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(2, 8)], layout=torch.jagged)
+    assert om.residual_mlp(x, None, Own()).is_nested
+
+
+@pytest.mark.parametrize("key", [1.5, "0", None])
+def test_a_key_is_a_whole_number(key):
+    with pytest.raises(ArgumentError, match=r"^Rng: key must be a whole number or an integer tensor \[\]; got .*Pass e\.g\. ops_math\.Rng"):
+        om.Rng(key)
+
+
 def test_a_complex_tensor_is_not_to_be_converted_by_losing_half_of_it():
     with pytest.raises(ArgumentError, match=r"got complex64\. There is no complex arithmetic here; its parts are x\.real and x\.imag\.$"):
         om.rms_norm(torch.ones(2, 4, dtype=torch.complex64))

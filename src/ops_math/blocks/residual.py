@@ -86,18 +86,12 @@ def _opened(site: str, x: Input, norm: Any, around: _Norms) -> tuple[torch.Tenso
         return around.after_sum(norm, x.branch, x.x, 0.0, None)
     if isinstance(x, tuple) and not isinstance(x, Narrowed):
         if norm is not None:
-            checks.fail(
-                site,
-                "norm",
-                "None where x is a pair (x, norm(x))",
-                type(norm).__name__,
-                "The norm was applied by next_norm= of the call before.",
-            )
+            do = "The norm was applied by next_norm= of the call before."
+            checks.fail(site, "norm", "None where x is a pair (x, norm(x))", type(norm).__name__, do)
         return x
     if isinstance(x, Narrowed):
         return x
     checks.floating(site, "x", x)
-    checks.dense(site, "x", x)
     return x, around.apply(norm, x)
 
 
@@ -251,7 +245,11 @@ def _block(kind: _Kind, x: Input, norm: Any, module: Any, options: _Options, kwa
         found = debugger.block(kind.site, module, ways)
         if found is not None:
             return found
-    return _run(kind, x, norm, module, options, kwargs, own, on, on)
+    try:
+        return _run(kind, x, norm, module, options, kwargs, own, on, on)
+    except RuntimeError:
+        checks.dense(kind.site, "x", x)  # a module that runs as it is may take others
+        raise
 
 
 def _close(
