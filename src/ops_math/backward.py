@@ -27,7 +27,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
         kind = next((g.device.type for g in grads if g is not None), None) if features.any_autocast() else None
-        if kind is not None and torch.is_autocast_enabled(kind):
+        if kind is not None and features.autocasts(kind):
             with torch.autocast(kind, enabled=False):
                 return run(ctx, *grads)
         if torch.is_grad_enabled():

@@ -5,6 +5,8 @@ A sentence names the operator, the argument, what it needs, what it got, and wha
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +18,10 @@ class ArgumentError(ValueError):
     """An argument that an operator cannot take. The message says what it needs, what it got and what to do."""
 
 
+class CallError(ArgumentError, TypeError):
+    """A call that does not fit the function's arguments; a TypeError too, as Python's own."""
+
+
 class UnsupportedError(RuntimeError):
     """Something that was asked for and cannot be done, with the reason."""
 
@@ -23,6 +29,11 @@ class UnsupportedError(RuntimeError):
 def fail(operator: str, argument: str, needs: str, got: str, do: str) -> NoReturn:
     """Raise an `ArgumentError` in the one form all errors have."""
     raise ArgumentError(f"{operator}: {argument} must be {needs}; got {got}. {do}")
+
+
+def not_called(operator: str, sentence: str, do: str) -> NoReturn:
+    """Raise a `CallError`: what was given by which name or place, not what its value is."""
+    raise CallError(f"{operator}: {sentence}. {do}") from None
 
 
 def refuse(what: str, reason: str, do: str) -> NoReturn:
@@ -44,20 +55,30 @@ def shape_text(shape: Any) -> str:
 def tensor(operator: str, argument: str, value: Any) -> None:
     """The argument is a tensor."""
     if not isinstance(value, torch.Tensor):
-        fail(operator, argument, "a tensor", type(value).__name__, "Pass a torch.Tensor.")
+        sizes = isinstance(value, int | list | tuple) and argument == "weight" and operator.endswith("norm")
+        do = "There is no normalized_shape here, leave it out: the last dimension is meant." if sizes else "Pass a torch.Tensor."
+        fail(operator, argument, "a tensor", type(value).__name__, do)
 
 
 def floating(operator: str, argument: str, value: Any) -> None:
     """The argument is a tensor of float64, float32, bfloat16 or float16."""
     tensor(operator, argument, value)
     if value.dtype not in DTYPE_NAME:
-        fail(
-            operator,
-            argument,
-            "floating point (fp32, bf16, fp16 or fp64)",
-            dtype_name(value.dtype),
-            f"Convert it: {argument}.to(torch.float32).",
-        )
+        complex_too = f"There is no complex arithmetic here; its parts are {argument}.real and {argument}.imag."
+        do = complex_too if value.dtype.is_complex else f"Convert it: {argument}.to(torch.float32)."
+        fail(operator, argument, "floating point (fp32, bf16, fp16 or fp64)", dtype_name(value.dtype), do)
+
+
+def dense(operator: str, argument: str, value: Any) -> None:
+    """The argument has memory by strides. Asked where something has failed already: asking each call would cost 70 ns a tensor."""
+    if type(value).__module__.startswith("torch.distributed.tensor"):  # by name: importing it takes 0.3 s
+        do = f"Pass {argument}.to_local(), or call it within torch.distributed.tensor.experimental.local_map."
+        fail(operator, argument, "a tensor of this rank", type(value).__name__, do)
+    if isinstance(value, torch.Tensor) and (value.is_nested or value.layout != torch.strided):
+        layout = f"one of layout {str(value.layout).removeprefix('torch.')}"
+        padded = f"Pad it, {argument}.to_padded_tensor(0.0), or pass packed documents."
+        got, do = ("a nested tensor", padded) if value.is_nested else (layout, f"Convert it: {argument}.to_dense().")
+        fail(operator, argument, "a dense tensor", got, do)
 
 
 def integer(operator: str, argument: str, value: Any) -> None:
@@ -128,7 +149,15 @@ def probability(operator: str, argument: str, value: float) -> None:
 def one_of(operator: str, argument: str, value: Any, choices: tuple[Any, ...]) -> None:
     """One of the listed values."""
     if value not in choices or type(value) not in map(type, choices):  # True equals 1
-        fail(operator, argument, "one of " + ", ".join(repr(c) for c in choices), repr(value), "Pick one of these.")
+        needs = "one of " + ", ".join(repr(c) for c in choices)
+        fail(operator, argument, needs, repr(value), nearest(value, choices) or "Pick one of these.")
+
+
+def nearest(value: Any, choices: Iterable[Any]) -> str:
+    """`Did you mean 'rms_norm'?` for a misspelt name; empty where nothing is like it."""
+    names = [c for c in choices if isinstance(c, str)]
+    near = difflib.get_close_matches(value, names, n=1) if isinstance(value, str) else []
+    return f"Did you mean {near[0]!r}?" if near else ""
 
 
 def positive(operator: str, argument: str, value: float) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ops_math import checks, settings
+from ops_math import checks, keywords, settings
 from ops_math.catalog import public_functions
 from ops_math.live_budget import judge, nudged
 from ops_math.rng import Rng, state_for
@@ -333,13 +333,20 @@ def _path(inner: Any, outer: Any) -> str:
 
 
 def observed(function: F) -> F:
-    """The public face of an operator: itself, and seen by `om.debug` where that is on."""
+    """The public face of an operator: itself, seen by `om.debug` where that is on, and saying in words what is wrong with how it
+    was called."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if settings.STATE.debug is None:
-            return function(*args, **kwargs)
-        return settings.STATE.debug.operator(function, args, kwargs)
+        try:
+            if settings.STATE.debug is None:
+                return function(*args, **kwargs)
+            return settings.STATE.debug.operator(function, args, kwargs)
+        except checks.ArgumentError:
+            raise
+        except keywords.FAILURES:
+            keywords.explain(function, args, kwargs)
+            raise
 
     return call  # type: ignore[return-value]
 

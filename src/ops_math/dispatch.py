@@ -217,12 +217,12 @@ class Operator:
 
     def choice(self, problem: Any, phase: str, device: Any) -> schedule.Choice:
         """What the scheduler answers for a problem under the policy in force."""
-        policy = settings.policy()._replace(determinism=settings.determinism_level())
+        policy, posed = settings.policy()._replace(determinism=settings.determinism_level()), problem
         if policy.determinism >= 2:  # the choice must not follow the number of rows
             problem = self.levels().canonical(problem, policy.token_block)
         dtype = self.file("problem").storage(problem)
         record = schedule.record_for(device)
-        return schedule.choose(self._implementations, problem, self.cost(problem, phase), dtype, phase, device, policy, record)
+        return schedule.choose(self._implementations, problem, self.cost(problem, phase), dtype, phase, device, policy, record, posed)
 
     def levels(self) -> Levels:
         """What it promises of its bits; nothing beyond level 1 where it has no `levels` module."""
@@ -268,7 +268,8 @@ def _product_flops(phase: _Phase, *args: Any, out_val: Any = None, **_: Any) -> 
 
 
 def _refuse_vmap(name: str, *_: Any) -> Any:
-    checks.refuse(f"ops_math::{name}", "vmap is not supported", "Give the operator the batch as a leading dimension instead.")
+    do = "Give the operator the batch as a leading dimension instead, or use ops_math.enabled(False)."
+    checks.refuse(f"ops_math::{name}", "vmap is not supported", do)
 
 
 def count_tensors(schema: str) -> int:
@@ -363,7 +364,7 @@ def store_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype in which a result is stored: autocast's where it is on for the device and `x` is not float64, else that of `x`."""
     if torch.compiler.is_compiling() or features.any_autocast():
         kind = x.device.type
-        if x.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
+        if x.dtype != torch.float64 and features.autocasts(kind):
             return torch.get_autocast_dtype(kind)
     return x.dtype
 
@@ -384,15 +385,17 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
-    """Whether autograd must record a call on these. Under `torch.func` transforms that differentiate it refuses: they see no graph here,
-    and a tangent would come out as zeros."""
-    if features.differentiating_transform():
-        checks.refuse(
-            "ops_math under torch.func", "grad, jvp and their kind are not supported", "Use autograd, or ops_math.enabled(False)."
-        )
+    """Whether autograd must record a call on these. Where a transform would differentiate it, it refuses: they see no graph here, and a
+    tangent would come out as zeros; and vmap of a call that is recorded, for which PyTorch would name its own insides."""
+    transform = features.transform(tensors)
+    if transform and transform != "vmap":
+        do = "Use autograd, or ops_math.enabled(False)."
+        checks.refuse(f"ops_math under {transform}", "grad, jvp and their kind are not supported", do)
     if torch.is_grad_enabled():
         for t in tensors:
             if t is not None and t.requires_grad:
+                if transform:
+                    _refuse_vmap("fwd")
                 return True
     return False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -130,12 +130,30 @@ any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled",
 _transforms: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
-def differentiating_transform() -> bool:
-    """Whether the innermost `torch.func` transform differentiates (grad, jvp and what is built on them); vmap alone does not."""
-    if torch.compiler.is_compiling() or not _transforms():
-        return False
-    interpreter = torch._C._functorch.peek_interpreter_stack()
-    return interpreter is not None and interpreter.key() in (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+_forward_ad: Any = torch.autograd.forward_ad
+
+
+def transform(tensors: Sequence[torch.Tensor | None]) -> str:
+    """The transform that is on and would have to know a derivative or a batch of a call on these tensors: `torch.func` (grad, jvp and what
+    is built on them), `forward-mode AD` where one of them has a tangent, or `vmap`. Empty for none."""
+    if torch.compiler.is_compiling():
+        return ""
+    if _transforms():
+        interpreter, kinds = torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.TransformType
+        key = None if interpreter is None else interpreter.key()
+        if key in (kinds.Grad, kinds.Jvp):
+            return "torch.func"
+        if key == kinds.Vmap:
+            return "vmap"
+    if getattr(_forward_ad, "_current_level", -1) >= 0:
+        if any(t is not None and _forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+            return "forward-mode AD"
+    return ""
+
+
+def autocasts(kind: str) -> bool:
+    """Whether autocast is on for a kind of device; on `meta`, which has none, it never is."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def _quiet() -> Callable[[], bool]:

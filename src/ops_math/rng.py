@@ -7,6 +7,8 @@ BigCrush). One call decides eight neighbours: element (row, head, col) is half-w
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -42,6 +44,9 @@ class Rng:
             rest = torch.tensor([0, first_row], dtype=torch.int64, device=key.device)
             self.state = torch.cat([key.reshape(1).to(torch.int64), rest])
         else:
+            given: Any = key
+            if not hasattr(given, "__index__"):  # int(1.5) and int("1") would be taken for other keys than were meant
+                checks.fail("Rng", "key", "a whole number or an integer tensor []", repr(key), "Pass e.g. ops_math.Rng(0, device).")
             signed = (int(key) + 2**63) % 2**64 - 2**63
             self.state = torch.tensor([signed, 0, first_row], dtype=torch.int64, device=device)
 

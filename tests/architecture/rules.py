@@ -30,6 +30,7 @@ FOUNDATION = ("spec", "checks", "settings", "stats", "features", "_version")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "spec": (),
     "checks": ("spec",),
+    "keywords": ("checks",),
     "settings": ("spec", "checks"),
     "stats": ("spec",),
     "features": ("spec",),
@@ -45,12 +46,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rng": FOUNDATION,
     "recompute": FOUNDATION,
     "catalog": (*FOUNDATION, "dispatch"),
-    "ops": (*FOUNDATION, "backends", "schedule", "layout", "precision", "profiling", "dispatch", "rng", "recompute"),
-    "blocks": (*FOUNDATION, "backends", "schedule", "layout", "precision", "dispatch", "rng", "recompute", "ops", "debug"),
+    "ops": (*FOUNDATION, "backends", "schedule", "layout", "precision", "profiling", "dispatch", "rng", "recompute", "keywords"),
+    "blocks": (*FOUNDATION, "backends", "schedule", "layout", "precision", "dispatch", "rng", "recompute", "ops", "debug", "keywords"),
     "_version": (),
     "registered": (*FOUNDATION, "backends", "schedule", "dispatch", "catalog", "testing"),
     "live_budget": (*FOUNDATION, "testing"),
-    "debug": (*FOUNDATION, "dispatch", "catalog", "rng", "live_budget"),
+    "debug": (*FOUNDATION, "keywords", "dispatch", "catalog", "rng", "live_budget"),
     "testing": (*FOUNDATION, "backends", "schedule", "layout", "precision", "dispatch", "rng"),
 }
 # These two may import whatever they like: the command line sits above all, and the package itself gathers the public names.

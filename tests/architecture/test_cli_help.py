@@ -31,6 +31,23 @@ def test_every_command_and_option_has_help(name):
     assert faults_of(made(name)) == []
 
 
+@pytest.mark.parametrize("name", app.COMMANDS)
+def test_no_word_of_the_help_is_lost_on_its_page(name, monkeypatch, capsys):
+    """Rich takes `[s]` for strikethrough and `[default: 60]` for a style."""
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        app.run([name, "--help"])
+    page = capsys.readouterr().out
+    for parameter in made(name).params:
+        for word in (parameter.help or "").replace("\\[", "[").split():
+            assert word in page, (name, parameter.name, word)
+
+
+def test_every_option_of_train_says_what_it_is_without_it():
+    told = {p.name for p in made("train").params if "[default: " in p.help}
+    assert told == {p.name for p in made("train").params} - {"resume", "as_json"}
+
+
 def test_a_command_without_help_is_noticed():
     def silent(number: int) -> None:
         pass

@@ -17,7 +17,8 @@ def test_an_unknown_command_is_refused_with_exit_code_2(capsys):
     with pytest.raises(SystemExit) as end:
         app.run(["tarin"])
     assert end.value.code == 2
-    assert "tarin" in capsys.readouterr().err
+    shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "No such command 'tarin'. Did you mean 'train'?" in shown
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_an_option_that_makes_no_sense_is_refused_in_words(options, words, made_
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU where there is none")
 def test_a_gpu_that_is_not_here_is_refused():
     result = run("rms_norm", "--device", "cuda")
-    assert str(result.exception).startswith("bench --device cuda: this PyTorch sees no GPU.")
+    assert str(result.exception).startswith("bench: --device cuda: torch sees no GPU here. Use --device cpu")
 
 
 @pytest.fixture

@@ -76,7 +76,10 @@ def test_a_function_of_anybodys_is_held_to_a_reference(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["rms_nrom"], "got 'rms_nrom'. For a function of your own write MODULE:NAME and give --reference and --inputs."),
+        (
+            ["rms_nrom"],
+            "got 'rms_nrom'. Did you mean 'rms_norm'? For a function of your own write MODULE:NAME and give --reference and --inputs.",
+        ),
         (["math:sin"], "verify: --reference must be MODULE:NAME, for a function that is not ours; got nothing. See docs/verify.md."),
         (
             ["math:sinn", "--reference", "math:sin", "--inputs", "math:sin"],
@@ -84,7 +87,8 @@ def test_a_function_of_anybodys_is_held_to_a_reference(capsys):
             "Run from its folder, or install it.",
         ),
         (["softmax", "--dtypes", "fp8"], "verify: --dtypes must be one of 'fp32', 'bf16', 'fp16'; got 'fp8'. Pick one of these."),
-        (["softmax", "--device", "cuda"], "verify: --device must be a device of this machine; got 'cuda'."),
+        (["softmax", "--device", "cuda"], "verify: --device cuda: torch sees no GPU here. Use --device cpu, or run `ops-math doctor`"),
+        (["softmax", "--dtypes", ","], "verify: --dtypes must be at least one of fp32, bf16, fp16; got ','. Leave it out for fp32,bf16."),
         (["softmax", "--implementation", "cudnn"], "verify: --implementation must be one of 'triton_gpu', 'vendor', 'eager'; got 'cudnn'."),
     ],
 )

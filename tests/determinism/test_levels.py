@@ -219,6 +219,19 @@ def test_a_level_or_token_block_that_is_none_is_refused():
     assert settings.determinism_level() == 0
 
 
+def test_a_refusal_names_the_call_as_it_was_made_and_what_to_do():
+    """At level 2 the choice is made for a token block: what stands for the call is not what the user wrote."""
+    x = torch.randn(4, 8)
+    with om.determinism(2), pytest.raises(UnsupportedError) as error:
+        om.cross_entropy(x, torch.zeros(4, dtype=torch.int64))
+    assert "The problem was CrossEntropyProblem(rows=4, cols=8," in str(error.value)
+    assert str(error.value).endswith("Ask for a lower level than 2, with determinism() around this call, or change what the reasons name.")
+    with om.determinism(2), om.force(softmax="vendor"), pytest.raises(UnsupportedError) as error:
+        om.softmax(x)
+    assert "The problem was SoftmaxProblem(rows=4, cols=8," in str(error.value)
+    assert str(error.value).endswith("Leave softmax out of force(), or change what the reasons name.")
+
+
 def test_every_operator_states_its_levels_and_their_price():
     for name, operator in catalog.operators().items():
         levels = operator.file("levels").LEVELS

@@ -60,6 +60,6 @@ def test_every_operator_names_functions_of_pytorch_that_it_stands_for():
             home, _, attribute = function.partition(".")
             assert callable(getattr({"F": torch.nn.functional, "torch": torch}[home], attribute)), (name, function)
     with pytest.raises(
-        ArgumentError, match=r"^stands_for: operator must be one of 'cross_entropy', .*; got 'softmin'\. Pick one of these\.$"
+        ArgumentError, match=r"^stands_for: operator must be one of 'cross_entropy', .*; got 'softmin'\. Did you mean 'softmax'\?$"
     ):
         om.stands_for("softmin")

@@ -8,9 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from ops_math import checks
+from ops_math import checks, keywords
 from ops_math.blocks import attention, recognise
 from ops_math.blocks.parts import BLOCK_KEYWORDS
+
+_ATTENTION = "residual_attention"
+BLOCK_OPTIONS = ("norm_first", "next_norm", "defer", "dropout_p", "rng", "narrow")
+
+
+def check_modules(site: str, name: str, norm: Any, module: Any) -> None:
+    """The block's module can be called, and its norm too where there is one."""
+    if not callable(module):
+        do = f"Pass {site}(x, norm, {name})."
+        checks.fail(site, name, "an nn.Module or a function", type(module).__name__, do)
+    if norm is not None and not callable(norm):
+        do = "Pass the norm itself, not its weight; None for no norm."
+        checks.fail(site, "norm", "an nn.Module, a function or None", type(norm).__name__, do)
 
 
 def own_residual(module: Any) -> Any:
@@ -27,32 +40,37 @@ def _first(result: Any) -> torch.Tensor:
 def run_attention(module: Any, h: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
     """The module as it is."""
     if isinstance(module, nn.TransformerEncoderLayer):
-        return module.dropout1(_first(module.self_attn(h, h, h, **{"need_weights": False, **kwargs})))
+        return module.dropout1(_called(_ATTENTION, module.self_attn, (h, h, h), {"need_weights": False, **kwargs}))
     if isinstance(module, nn.MultiheadAttention):
-        return _first(module(h, h, h, **{"need_weights": False, **kwargs}))
-    _check_keywords(module, kwargs)
-    return _first(module(h, **kwargs))
+        return _called(_ATTENTION, module, (h, h, h), {"need_weights": False, **kwargs})
+    return _called(_ATTENTION, module, (h,), kwargs)
 
 
-def _check_keywords(module: Any, kwargs: dict[str, Any]) -> None:
-    """A keyword that only the fused path reads, on a module that runs as it is: said in words, with the reason why it is not fused."""
-    foreign = [name for name in kwargs if name in BLOCK_KEYWORDS]
-    if not foreign or not isinstance(module, nn.Module):
+def _called(site: str, module: Any, inputs: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    try:
+        return _first(module(*inputs, **kwargs))
+    except TypeError:
+        _check_keywords(site, module, kwargs)
+        raise
+
+
+def _check_keywords(site: str, module: Any, kwargs: dict[str, Any]) -> None:
+    """Why a module that runs as it is refused a keyword: it is read by the fused path alone, or by nobody."""
+    if not isinstance(module, nn.Module):
         return
     takes = inspect.signature(module.forward).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values()):
+    unknown = [name for name in kwargs if name not in takes]
+    if not unknown or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values()):
         return
-    for name in foreign:
-        if name not in takes:
-            why = recognise.why_not(module, attention.KINDS) or "the library is switched off"
-            do = "Pass what its forward takes, or make it a module that is read (docs/two-lines.md)."
-            checks.fail(
-                "residual_attention",
-                name,
-                "taken by the module's own forward, since the module runs as it is",
-                f"{name}= for a module that is not read: {why}",
-                do,
-            )
+    name = next((name for name in unknown if name in BLOCK_KEYWORDS and site == _ATTENTION), None)
+    if name is not None:
+        why = recognise.why_not(module, attention.KINDS) or "the library is switched off"
+        do = "Pass what its forward takes, or make it a module that is read (docs/two-lines.md)."
+        got = f"{name}= for a module that is not read: {why}"
+        checks.fail(site, name, "taken by the module's own forward, since the module runs as it is", got, do)
+    of_block = (*BLOCK_OPTIONS, *(BLOCK_KEYWORDS if site == _ATTENTION else ()))
+    needs = f"keywords must be among {', '.join(of_block)} and those of {type(module).__name__}.forward; got {unknown[0]}"
+    checks.not_called(site, needs, keywords.advice(site, unknown[0], (*of_block, *takes)))
 
 
 def run_mlp(module: Any, h: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -61,4 +79,4 @@ def run_mlp(module: Any, h: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tenso
         return module.dropout2(module.linear2(module.dropout(module.activation(module.linear1(h)))))
     if own_residual(module) is not None:
         return module.output(module.intermediate(h), h)
-    return _first(module(h, **kwargs))
+    return _called("residual_mlp", module, (h,), kwargs)

@@ -23,7 +23,7 @@ Affine = tuple[torch.Tensor, torch.Tensor | None]
 def product_dtype(x: torch.Tensor) -> torch.dtype | None:
     """The dtype to which autocast would bring the operands, or None where it is off."""
     dtype = store_dtype(x)
-    return dtype if torch.is_autocast_enabled(x.device.type) else None
+    return dtype if features.autocasts(x.device.type) else None
 
 
 def as_dtype(t: Any, dtype: torch.dtype | None) -> Any:

@@ -86,13 +86,8 @@ def _opened(site: str, x: Input, norm: Any, around: _Norms) -> tuple[torch.Tenso
         return around.after_sum(norm, x.branch, x.x, 0.0, None)
     if isinstance(x, tuple) and not isinstance(x, Narrowed):
         if norm is not None:
-            checks.fail(
-                site,
-                "norm",
-                "None where x is a pair (x, norm(x))",
-                type(norm).__name__,
-                "The norm was applied by next_norm= of the call before.",
-            )
+            do = "The norm was applied by next_norm= of the call before."
+            checks.fail(site, "norm", "None where x is a pair (x, norm(x))", type(norm).__name__, do)
         return x
     if isinstance(x, Narrowed):
         return x
@@ -205,13 +200,14 @@ class _Kind(NamedTuple):
     """What differs between the two blocks."""
 
     site: str
+    module: str
     read: Any
     branch: Any
     run: Any
 
 
-_ATTENTION = _Kind("residual_attention", _read_attention, _attention_branch, as_it_is.run_attention)
-_MLP = _Kind("residual_mlp", _read_mlp, _mlp_branch, as_it_is.run_mlp)
+_ATTENTION = _Kind("residual_attention", "attn", _read_attention, _attention_branch, as_it_is.run_attention)
+_MLP = _Kind("residual_mlp", "mlp", _read_mlp, _mlp_branch, as_it_is.run_mlp)
 
 
 class _Options(NamedTuple):
@@ -227,18 +223,14 @@ class _Options(NamedTuple):
 
 def _block(kind: _Kind, x: Input, norm: Any, module: Any, options: _Options, kwargs: dict[str, Any]) -> Any:
     """Check, and run; under a debugger, run both ways."""
+    as_it_is.check_modules(kind.site, kind.module, norm, module)
     _check_options(kind.site, x, options)
     own = as_it_is.own_residual(module)
     if own is not None:
         _check_own(kind.site, norm, own, options.norm_first)
     if isinstance(module, nn.TransformerEncoderLayer) and module.norm_first != options.norm_first:
-        checks.fail(
-            kind.site,
-            "norm_first",
-            f"{module.norm_first}, as the layer is built",
-            str(options.norm_first),
-            "Pass norm_first=layer.norm_first.",
-        )
+        needs = f"{module.norm_first}, as the layer is built"
+        checks.fail(kind.site, "norm_first", needs, str(options.norm_first), "Pass norm_first=layer.norm_first.")
     debugger, on = settings.STATE.debug, settings.active()
     if debugger is not None:
         x, options = x.x if isinstance(x, Narrowed) else x, options._replace(narrow=False)  # one tensor in, one out: comparable
@@ -253,7 +245,11 @@ def _block(kind: _Kind, x: Input, norm: Any, module: Any, options: _Options, kwa
         found = debugger.block(kind.site, module, ways)
         if found is not None:
             return found
-    return _run(kind, x, norm, module, options, kwargs, own, on, on)
+    try:
+        return _run(kind, x, norm, module, options, kwargs, own, on, on)
+    except RuntimeError:
+        checks.dense(kind.site, "x", x)  # a module that runs as it is may take others
+        raise
 
 
 def _close(

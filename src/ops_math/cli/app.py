@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 
-from ops_math import __version__
+from ops_math import __version__, checks
 from ops_math.checks import ArgumentError, UnsupportedError
 
 # Each command is imported when it is asked for, so that `ops-math --version` does not wait for matplotlib and tokenizers.
@@ -41,16 +42,22 @@ class Commands(typer.core.TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Import one command."""
         if cmd_name not in COMMANDS:
-            return None
+            near = checks.nearest(cmd_name, COMMANDS)
+            ctx.fail(f"No such command {cmd_name!r}. {near or 'There are ' + ', '.join(COMMANDS) + '.'}")
         module, _, function = COMMANDS[cmd_name].partition(":")
         return command(cmd_name, getattr(importlib.import_module(module), function))
 
 
 def command(name: str, function: Callable[..., Any]) -> Any:
-    """Make a command of an annotated function."""
+    """Make a command of an annotated function. Its help is text: `[s]` and `[default: 60]` are no markup."""
     alone = typer.Typer(add_completion=False)
     alone.command(name)(function)
-    return typer.main.get_command(alone)
+    made = typer.main.get_command(alone)
+    for parameter in made.params:
+        words = getattr(parameter, "help", None)
+        if words:
+            parameter.help = escape(words)  # type: ignore[attr-defined]  # arguments and options have it, their base has not
+    return made
 
 
 application = typer.Typer(cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)

@@ -15,6 +15,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ops_math import checks, schedule
 from ops_math.backends import kernel_cache
+from ops_math.cli.device import chosen
+from ops_math.cli.paths import writable
+from ops_math.cli.progress import SELDOM_S, lines
 from ops_nn.adopt import adopt
 from ops_nn.models import PRESETS, build
 
@@ -66,15 +69,19 @@ def calibrate(
             checks.positive("calibrate", name, value)
     if not kernel_cache_gib >= 0:
         checks.fail("calibrate", "--kernel-cache", "at least 0", str(kernel_cache_gib), "Give gibibytes.")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    checks.positive("calibrate", "--seconds", seconds)
+    writable("calibrate", "--export", export)
+    place = chosen("calibrate", device)
     autocast = dtype != "fp32" and not parameters
     step = step_of(model, batch or PRESETS[model].batch, seq or PRESETS[model].seq, dtype, autocast, place)
     console = Console(stderr=True)
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("one step, to see its problems", total=None)
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task, line = bar.add_task("one step, to see its problems", total=None), lines(console, SELDOM_S)
 
         def tell(words: str, done: int, total: int) -> None:
             bar.update(task, description=words[:100], completed=done, total=total)
+            line(f"{done}/{total} {words}" if total else words)
 
         found = schedule.calibrate(step, seconds=seconds, anew=anew, progress=tell)
     trimmed = kernel_cache.trim(int(kernel_cache_gib * 2**30))

@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
 from ops_math import catalog, checks
+from ops_math.cli.device import chosen as chosen_device
+from ops_math.cli.progress import SELDOM_S, lines
 from ops_math.testing.proof import prove
 from ops_math.testing.report import Report
 from ops_math.testing.verify import DTYPES, TOUGH
@@ -42,7 +43,8 @@ def ours(name: str, implementation: str | None, device: str, dtypes: tuple[str, 
     operators = catalog.operators()
     public = {fn: op for op in operators.values() for fn in op.public}
     if name != EVERYTHING and name not in operators and name not in public:
-        do = "For a function of your own write MODULE:NAME and give --reference and --inputs."
+        own = "For a function of your own write MODULE:NAME and give --reference and --inputs."
+        do = f"{checks.nearest(name, (*operators, *public, EVERYTHING))} {own}".lstrip()
         checks.fail("verify", "OP", "all or one of " + ", ".join(operators), repr(name), do)
     chosen = list(operators.values()) if name == EVERYTHING else [operators.get(name) or public[name]]
     reports = []
@@ -75,10 +77,18 @@ def verify(
     chosen = tuple(part.strip() for part in dtypes.split(",") if part.strip())
     for dtype in chosen:
         checks.one_of("verify", "--dtypes", dtype, DTYPES)
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        checks.fail("verify", "--device", "a device of this machine", repr(device), "There is no GPU that PyTorch sees; use cpu.")
+    if not chosen:
+        checks.fail("verify", "--dtypes", "at least one of " + ", ".join(DTYPES), repr(dtypes), "Leave it out for fp32,bf16.")
+    device = str(chosen_device("verify", device))
     terminal = Console(stderr=True)
-    say = (lambda words: None) if quiet or not terminal.is_terminal else (lambda words: terminal.print(words, style="dim", highlight=False))
+    seldom = lines(terminal, SELDOM_S)
+
+    def say(words: str) -> None:
+        if not quiet and terminal.is_terminal:
+            terminal.print(words, style="dim", highlight=False)
+        elif not quiet:
+            seldom(words)
+
     if ":" in op:
         if reference is None or inputs is None:
             missing = "--reference" if reference is None else "--inputs"

@@ -112,12 +112,14 @@ def sort_candidates(
 
 
 def choose(
-    candidates: Sequence[Implementation], problem: Any, cost: Cost, dtype: str, phase: str, device: Device, policy: Policy, record: Record
-) -> Choice:
+    candidates: Sequence[Implementation], problem: Any, cost: Cost, dtype: str, phase: str, device: Device, policy: Policy, record: Record,
+    posed: Any = None,
+) -> Choice:  # fmt: skip
     """The fastest candidate that supports the problem: by measurement where the record covers it, else by prediction.
 
     What was measured on this machine outweighs what was shipped, which outweighs the model. `candidates` are in order of preference at
-    equal time; the first one is the device's own, and its refusal is a fallback.
+    equal time; the first one is the device's own, and its refusal is a fallback. `posed` is the call's own problem where the choice is made
+    for another that stands for it (determinism level 2), for what is said about it.
 
     Raises: UnsupportedError where nothing can run it, where what was forced cannot, and where a strict freeze() meets a problem that is
     not in the record.
@@ -129,9 +131,8 @@ def choose(
     device = record.on(device, dtype)
     able, rejected = sort_candidates(candidates, problem, cost, phase, device, policy)
     if not able:
-        checks.refuse(
-            f"{op} ({phase})", "no implementation can run it: " + "; ".join(f"{n}: {w}" for n, w in rejected), f"The problem was {problem}."
-        )
+        do = f"The problem was {posed or problem}. {_way_out(op, forced, policy.determinism)}"
+        checks.refuse(f"{op} ({phase})", "no implementation can run it: " + "; ".join(f"{n}: {w}" for n, w in rejected), do)
     asked = _Question(problem, phase, device, policy, able, rejected)
     if forced is not None:
         return asked.answer(able[0], asked.first_config(able[0]), able[0].predicted_us, "asked for by force()", [], "")
@@ -143,12 +144,21 @@ def choose(
         return measured
     if record.frozen and modelled.reason == "fastest predicted":
         if record.frozen == "refuse":
-            do = f"Calibrate it before freeze(strict=True). The problem was {problem}."
+            do = f"Calibrate it before freeze(strict=True). The problem was {posed or problem}."
             checks.refuse(f"{op} ({phase})", "the schedule is frozen and has no measurement of this problem", do)
         modelled = modelled._replace(reason=modelled.reason + FROZEN)
     if record.silent and modelled.reason.startswith("fastest predicted"):
         modelled = modelled._replace(reason=f"{modelled.reason} ({record.silent})")
     return modelled
+
+
+def _way_out(op: str, forced: str | None, level: int) -> str:
+    """What to do where nothing can run a call."""
+    if forced is not None:
+        return f"Leave {op} out of force(), or change what the reasons name."
+    if level:
+        return f"Ask for a lower level than {level}, with determinism() around this call, or change what the reasons name."
+    return "Change what the reasons name, or use ops_math.enabled(False)."
 
 
 def _fallback(candidates: Sequence[Implementation], able: list[Able], rejected: list[tuple[str, str]], device: Device) -> str:

@@ -60,12 +60,13 @@ def explain(
     """
     policy = policy or settings.policy()._replace(determinism=settings.determinism_level())
     stated = operator.implementations()[0].levels
+    posed = problem
     if policy.determinism >= 2 and stated is not None:  # as a call is chosen for: without its rows
         problem = stated.canonical(problem, policy.token_block)
     record = record_for(device) if record is None else record
     storage, cost = operator.file("problem").storage(problem), operator.cost(problem, phase)
     on = record.on(device, storage)
-    choice = choose(operator.implementations(), problem, cost, storage, phase, device, policy, record)
+    choice = choose(operator.implementations(), problem, cost, storage, phase, device, policy, record, posed)
     found, exactly = record.measurement(operator.name, phase, storage, policy, problem)
     shipped = record.lookup(operator.name, phase, device.name, storage, cost.bytes)
     rows = []

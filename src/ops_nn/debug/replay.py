@@ -125,9 +125,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise om.ArgumentError(
-            f"replay: FILE must be a file that ConsistencyChecker wrote; got {path}, where there is none. Correct the path."
-        )
+        got = f"{path}, which is a folder. Name a file in it." if path.is_dir() else f"{path}, where there is none. Correct the path."
+        raise om.ArgumentError(f"replay: FILE must be a file that ConsistencyChecker wrote; got {got}")
     try:
         with safe_open(path, "pt") as file:
             found = (file.metadata() or {}).get(HEADER)

@@ -147,6 +147,8 @@ def selfcheck(
         raise om.ArgumentError(f"selfcheck: SCRIPT must be a Python file; got {script}. Name the file that has {function}().")
     if steps < 1:
         raise om.ArgumentError(f"selfcheck: steps must be at least 1; got {steps}. Pass 2, so that an optimizer's step counts too.")
+    if not seconds > 0:
+        raise om.ArgumentError(f"selfcheck: seconds must be above 0; got {seconds:g}. Pass the time that one process may take [s].")
     place = Path(tempfile.mkdtemp(prefix="ops-math-selfcheck-")) if folder is None else Path(folder).resolve()
     runner = _Runner(path, function, place, steps, seconds)
     a, b = runner.run("a", AS_IT_IS), runner.run("b", AS_IT_IS)

@@ -15,6 +15,9 @@ from ops_math import checks
 from ops_math.cli.bench import baseline, calls, contenders, driver, liger, live, optimizer, rivals, show, steps
 from ops_math.cli.bench import floor as floors
 from ops_math.cli.bench.clock import clock_for
+from ops_math.cli.device import chosen as chosen_device
+from ops_math.cli.paths import folder_of, writable
+from ops_math.cli.progress import telling
 from ops_math.spec import DTYPE_OF
 
 ALL, STEP = "all", "step"
@@ -85,11 +88,11 @@ def measure_operators(asked: Asked, facts: dict[str, Any], console: Console) -> 
     found = Found([], {}, {}, {}, False)
     posed = plans(asked)
     clock = clock_for(asked.device)
-    with console.status("") as status:
+    with telling(console) as tell:
         for number, plan in enumerate(posed):
 
             def progress(words: str, plan: driver.Plan = plan, number: int = number) -> None:
-                status.update(f"{number + 1}/{len(posed)} {plan.label}: {words}")
+                tell(f"{number + 1}/{len(posed)} {plan.label}" + (f": {words}" if console.is_terminal else ""))
 
             measure = optimizer.measure if plan.function == optimizer.NAME else driver.measure
             outcome = measure(plan, clock, asked.seconds, asked.sessions, progress)
@@ -116,9 +119,9 @@ def measure_step(asked: Asked, facts: dict[str, Any], console: Console) -> Found
         except rivals.AbsentError as error:
             missing[f"{steps.LIGER}: {error}"] = STEP
             rivals_of.remove(steps.LIGER)
-    with console.status("") as status:
+    with telling(console) as tell:
         found = steps.measure(
-            asked.model, list(dict.fromkeys([*rivals_of, *ours])), asked.device.type, sessions=asked.sessions, tell=status.update,
+            asked.model, list(dict.fromkeys([*rivals_of, *ours])), asked.device.type, sessions=asked.sessions, tell=tell,
             with_floor=asked.floor,
         )  # fmt: skip
     call, kept = f"{asked.model} step", {}
@@ -138,10 +141,7 @@ def check_options(
     if function == optimizer.NAME and (random or keywords):
         given = "--random" if random else "--with"
         checks.fail("bench", given, "left out for adamw", "it", "Its sizes are " + optimizer.SIZES + "; it takes no keywords here.")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    checks.one_of("bench", "--device", place.type, ("cpu", "cuda"))
-    if place.type == "cuda" and not torch.cuda.is_available():
-        checks.refuse("bench --device cuda", "this PyTorch sees no GPU", "Use --device cpu, which gives ratios only")
+    place = chosen_device("bench", device)
     gpu = place.type == "cuda"
     checks.one_of("bench", "--dtype", dtype or "bf16", tuple(DTYPE_OF))
     if shapes and (function in (ALL, STEP) or random):
@@ -214,6 +214,7 @@ def bench(
         variants, floor,
     )  # fmt: skip
     facts = live.facts(asked.device)
+    kept_at = _files(save, results, picture, facts["device"])
     before = baseline.read(baseline.path_of(check, facts["device"])) if check is not None else None
     console = Console(stderr=True)
     if asked.device.index is not None:
@@ -222,11 +223,10 @@ def bench(
     surroundings = {**facts, **live.surroundings(asked.device)}
     verdict = None if before is None else baseline.hold(before, found.kept)
     drawn = show.picture(found.rows, f"{facts['device']}, torch {facts['torch']}, {facts['commit']}")
-    if save is not None:
-        path = baseline.path_of(save, facts["device"])
-        baseline.write(path, found.kept)
-        picture = picture or path.with_suffix(".svg")
-        console.print(f"saved {len(found.kept)} rows in {path}", highlight=False, markup=False, soft_wrap=True)
+    if kept_at is not None:
+        baseline.write(kept_at, found.kept)
+        picture = picture or kept_at.with_suffix(".svg")
+        console.print(f"saved {len(found.kept)} rows in {kept_at}", highlight=False, markup=False, soft_wrap=True)
     if picture is not None:
         picture.write_text(drawn)
     if results is not None:
@@ -239,6 +239,17 @@ def bench(
             show.tell_verdict(Console(), verdict, baseline.path_of(check, facts["device"]))
     if found.ours_failed or (verdict is not None and verdict.failed):
         raise typer.Exit(FAILED)
+
+
+def _files(save: str | None, results: Path | None, picture: Path | None, device: str) -> Path | None:
+    """Where a baseline goes, if anywhere; and all that will be written can be, before anything is measured for it."""
+    writable("bench", "--results", results)
+    writable("bench", "--picture", picture)
+    if save is None:
+        return None
+    path = baseline.path_of(save, device)
+    folder_of("bench", "--save", path)
+    return path
 
 
 def _tell(found: Found, surroundings: dict[str, Any], asked: Asked) -> None:

@@ -26,13 +26,13 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.  [default: 60]", show_default=False)] = None,
     compare: Annotated[
         bool | None,
-        typer.Option("--compare/--no-compare", help="Train plain PyTorch and torch.compile beside it, step by step.", show_default=False),
+        typer.Option(
+            "--compare/--no-compare", help="Train plain PyTorch and torch.compile beside it.  [default: no-compare]", show_default=False
+        ),
     ] = None,
     report_folder: Annotated[
         Path | None,
-        typer.Option(
-            "--report", help="Folder for report.html, report.json and the checkpoint.  [default: ops-math-report]", show_default=False
-        ),
+        typer.Option("--report", help="Folder for report and checkpoint.  [default: ops-math-report]", show_default=False),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:N.  [default: cuda where there is a GPU]", show_default=False)
@@ -51,7 +51,7 @@ def train(
     documents: Annotated[
         bool | None,
         typer.Option(
-            "--documents/--no-documents", help="Let a token see its own document alone, not all of its sequence.", show_default=False
+            "--documents/--no-documents", help="Let a token see its own document alone.  [default: no-documents]", show_default=False
         ),
     ] = None,
     resume: Annotated[

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ops_math import checks, settings
+from ops_math.cli.device import chosen
 from ops_nn.models import PRESETS, BertConfig, Preset
 
 COMMAND = "train"
@@ -117,7 +118,7 @@ def resolve(asked: dict[str, Any], resumed: dict[str, Any] | None = None, origin
         "seq": preset.seq,
         "seed": 0,
         "lr": preset.learning_rate,
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "device": str(chosen(COMMAND, None)),
         "dtype": "fp32",
         "precision": "default",
         "compare": False,
@@ -142,34 +143,22 @@ def _check(config: TrainConfig) -> None:
         checks.fail(COMMAND, "--seq", f"at most {longest}, the positions that {config.model} has", str(config.seq), "Shorten it.")
     checks.one_of(COMMAND, "--dtype", config.dtype, tuple(DTYPES))
     checks.one_of(COMMAND, "--precision", config.precision, settings.PRECISIONS)
-    _check_device(config.device)
-
-
-def _check_device(name: str) -> None:
-    kind, _, number = name.partition(":")
-    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()) or (kind == "cpu" and number):
-        checks.fail(COMMAND, "--device", "cpu, cuda or cuda:N", repr(name), "Name one of these.")
-    if kind == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count == 0:
-            checks.refuse(f"{COMMAND}: --device {name}", "torch sees no GPU here", "Use --device cpu, or run `ops-math doctor` to see why")
-        if number and int(number) >= count:
-            checks.fail(COMMAND, "--device", f"one of the {count} GPUs, cuda:0 to cuda:{count - 1}", repr(name), "Name one of these.")
+    chosen(COMMAND, config.device)
 
 
 def cache_folder(given: Path | None) -> Path:
     """The folder for tokenizers: the argument, else OPS_MATH_CACHE, else the user's cache folder. Made when missing."""
-    chosen: Path
+    folder: Path
     if given is not None:
-        chosen = given
+        folder = given
     elif (named := settings.cache_folder()) is not None:
-        chosen = Path(named)
+        folder = Path(named)
     else:
         import platformdirs
 
-        chosen = Path(platformdirs.user_cache_dir("ops-math"))
+        folder = Path(platformdirs.user_cache_dir("ops-math"))
     try:
-        chosen.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        checks.refuse(f"{COMMAND}: the cache folder {chosen}", f"it cannot be made ({error.strerror})", "Name another with --cache")
-    return chosen
+        checks.refuse(f"{COMMAND}: the cache folder {folder}", f"it cannot be made ({error.strerror})", "Name another with --cache")
+    return folder

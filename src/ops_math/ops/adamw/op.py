@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ops_math import checks, settings
+from ops_math import checks, keywords, settings
 from ops_math.ops.adamw import plain
 from ops_math.ops.adamw.op_tables import AdamWTables, Table, laid_like
 from ops_math.ops.adamw.problem import Group as AdamWGroup
@@ -19,6 +19,7 @@ from ops_math.ops.adamw.problem import Scaling
 from ops_math.rng import Rng
 
 
+@keywords.explained
 @torch.no_grad()
 def adamw(
     groups: Sequence[AdamWGroup],

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ops_math import features
 from ops_math.ops.cross_entropy.plain import cross_entropy
 
 STANDS_FOR = ("F.linear", "F.cross_entropy")  # PyTorch's functions that the operator takes the place of
@@ -22,6 +23,6 @@ def linear_cross_entropy(
     **options: Any,
 ) -> torch.Tensor:
     """`F.linear`, then `F.cross_entropy`; the logits exist whole."""
-    if not torch.is_autocast_enabled(x.device.type):
+    if not features.autocasts(x.device.type):
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     return cross_entropy(F.linear(x, weight, bias), target, **options)
