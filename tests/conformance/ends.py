@@ -27,6 +27,7 @@ from ops_math.ops.rms_norm.problem import RmsNormProblem
 from ops_math.ops.softmax import eager as soft_eager
 from ops_math.ops.softmax import triton_gpu as soft
 from ops_math.ops.softmax.problem import SoftmaxProblem
+from ops_math.testing import conformance
 
 SMALL = NAMED["h200"]._replace(num_cores=2)  # so that tiles have several rows and programs several tiles
 ROWS = 19  # two rows of one place among eight, and three of another
@@ -134,6 +135,21 @@ def neighbours(cols: int) -> list[str]:
     return found
 
 
+def on_the_way() -> list[str]:
+    """Where a wide backward that sums on the way is wrong: more rows than programs, and fewer, whose partial sums are zero."""
+    found = []
+    for rows in (9, 2):
+        problem = RmsNormProblem(rows, 300, "fp32", "fp32", "fp32", "fp32", 1e-6, 0.5)
+        x, dy, dsum, weight = torch.randn(rows, 300), torch.randn(rows, 300), torch.randn(rows, 300), torch.randn(300)
+        rstd = (x.square().mean(1) + 1e-6).rsqrt()
+        want = rms_eager.launch_bwd(problem, None, dy, dsum, x, weight, rstd)
+        with conformance.poisoned():
+            got = rms.launch_bwd(problem, rms.Config(1, 128, 4, 4, 1, 0, True), dy, dsum, x, weight, rstd)
+        if not _gap(got, want) <= LIMIT:
+            found.append(f"{rows} rows: off by {_gap(got, want):.2g}")
+    return found
+
+
 @triton.jit
 def _late_head(program, num_cols, BODY: tl.constexpr):
     head = (9 - (program % 8) * num_cols % 8) % 8
@@ -200,6 +216,7 @@ def main() -> None:
     found: dict[str, Any] = {"wrong": numbers(WIDTHS, ("dense",)) + numbers((101,), tuple(LAYOUTS)[1:]), "written": []}
     for cols in WIDTHS:
         found["written"] += neighbours(cols)
+    found["on the way"] = on_the_way()
     found["caught"] = {}
     for title, (name, fault) in FAULTS.items():
         with planted(name, fault):

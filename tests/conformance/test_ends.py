@@ -72,6 +72,7 @@ def test_the_kernels_are_right_write_nothing_beside_their_rows_and_faults_are_ca
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["wrong"] == []
     assert found["written"] == []
+    assert found["on the way"] == []
     assert len(found["caught"]) == 6
     assert all(caught["numbers"] for caught in found["caught"].values()), found["caught"]
     assert found["caught"]["a body that takes the neighbour's values"]["neighbours"]

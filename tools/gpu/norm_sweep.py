@@ -234,11 +234,12 @@ def configurations(name: str, shape: tuple[int, int], phase: str) -> tuple[Any, 
 
 
 def picked(configs: tuple[Any, ...], few: bool) -> list[int]:
-    """Which configurations are measured: all, or the first five and the first whose rows are not cut."""
+    """Which configurations are measured: all, or the first few and the first whose rows are not cut."""
     if not few:
         return list(range(len(configs)))
     uncut = [i for i, c in enumerate(configs) if not getattr(c, "ends", 0)]
-    return sorted({*range(min(5, len(configs))), *uncut[:1]})
+    most = 5 if len(uncut) < len(configs) else 7  # those of wide rows are three and new ones
+    return sorted({*range(min(most, len(configs))), *uncut[:1]})
 
 
 def row(name: str, phase: str, shape: tuple[int, int], what: str, ms: float, size: int, copy_ms: float, error: float | None = None) -> None:

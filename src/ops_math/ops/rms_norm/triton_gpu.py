@@ -30,7 +30,10 @@ WIDE_PASSES = {"fwd": 1.3, "bwd": 3.9}  # H200, bf16, 28,672 columns: 0.77 and 0
 
 
 class Config(NamedTuple):
-    """Rows a tile, columns a tile, warps, programs, rows loaded ahead (1: none), columns at the ends of a row (0: rows are not cut)."""
+    """Rows a tile, columns a tile, warps, programs, rows loaded ahead (1: none), columns at the ends of a row (0: rows are not cut).
+
+    `sums_on_the_way` is of the wide backward: the weight's gradient is summed by the programs that make dx, not by others afterwards.
+    """
 
     block_m: int
     block_n: int
@@ -38,6 +41,7 @@ class Config(NamedTuple):
     num_programs: int
     num_stages: int
     ends: int = 0
+    sums_on_the_way: bool = False
 
 
 def supports(p: RmsNormProblem, device: Device, phase: str) -> str | None:
@@ -103,7 +107,8 @@ def invariant_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Co
     if _is_wide(p, phase):
         cuts = 4 * device.num_cores // max(p.cols // COLUMNS_N, 1)  # about four programs a core sum the weight's gradient
         num_programs = max(min(cuts, -(-p.rows // COLUMNS_M)), 1)
-        return tuple(Config(1, WIDE_BLOCK, num_warps, num_programs, 1) for num_warps in (16, 8, 4))
+        found = tuple(Config(1, WIDE_BLOCK, num_warps, num_programs, 1) for num_warps in (16, 8, 4))
+        return found if phase == "fwd" else found + _persistent_configs(p, device)
     lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
     block_n = next_power_of_2(max(p.cols, 1))
     # Values a tile, values a thread, stages; the forward starts one program for each tile unless it loads ahead. The backward takes one
@@ -127,6 +132,20 @@ def invariant_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Co
         config = Config(block_m, block_n, num_warps, min(tiles, device.num_cores * per_core) if persistent else tiles, num_stages)
         if config not in found and block_m * block_n <= 32 * num_warps * lanes and (device.kind != "hip" or num_stages == 1):
             found.append(config)
+    return tuple(found)
+
+
+def _persistent_configs(p: RmsNormProblem, device: Device) -> tuple[Config, ...]:
+    """For wide rows: sums on the way, in partial rows that stay in the L2 cache; and registers that spill a little (56 bytes, sm_90)."""
+    warps = (16, 8) if device.kind == "hip" else (16, 32)
+    programs = [min(max(p.rows, 1), n * device.num_cores) for n in (2, 1)]
+    found = [
+        Config(1, WIDE_BLOCK, warps[0], programs[0], 1, 0, True),
+        Config(1, 2 * WIDE_BLOCK, warps[1], programs[1], 1, 0, True),
+        Config(1, WIDE_BLOCK, warps[0], programs[1], 1, 0, True),
+    ]
+    if p.cols <= 2 * WIDEST["bwd"] and alignment(p.cols) > 1:
+        found.append(Config(1, 2 * WIDEST["bwd"], 16, programs[1], 1))
     return tuple(found)
 
 
@@ -264,6 +283,48 @@ def _bwd_wide_kernel(
 
 
 @triton.jit
+def _bwd_wide_sums_kernel(
+    dy_ptr, dsum_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dw_ptr, num_rows, num_cols, dy_stride, dsum_stride, x_stride, weight_offset,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    num_cols, dy_stride, dsum_stride, x_stride = num_cols * ALIGN, dy_stride * ALIGN, dsum_stride * ALIGN, x_stride * ALIGN
+    first = tl.program_id(0)
+    partial_ptr = dw_ptr + first.to(tl.int64) * num_cols
+    if first >= num_rows:  # a piece of a batch may have fewer rows than there are programs
+        for start in range(0, num_cols, BLOCK_N):
+            cols = start + tl.arange(0, BLOCK_N)
+            tl.store(partial_ptr + cols, tl.zeros([BLOCK_N], tl.float32), mask=cols < num_cols)
+    for row in tl.range(first, num_rows, tl.num_programs(0), num_stages=1):
+        at = tl.cast(row, tl.int64)
+        rstd = tl.load(rstd_ptr + at)
+        dot_mean = 0.0
+        if dx_ptr is not None:
+            dots = tl.zeros([BLOCK_N], tl.float32)
+            for start in tl.range(0, num_cols, BLOCK_N, num_stages=STAGES):
+                cols = start + tl.arange(0, BLOCK_N)
+                x = tl.load(x_ptr + at * x_stride + cols, mask=cols < num_cols, other=0.0).to(tl.float32)
+                g = tl.load(dy_ptr + at * dy_stride + cols, mask=cols < num_cols, other=0.0).to(tl.float32)
+                if weight_ptr is not None:
+                    g = g * (tl.load(weight_ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32) + weight_offset)
+                dots += g * x * rstd
+            dot_mean = tl.sum(dots, 0) / num_cols
+        for start in tl.range(0, num_cols, BLOCK_N, num_stages=STAGES):
+            cols = start + tl.arange(0, BLOCK_N)
+            xhat = tl.load(x_ptr + at * x_stride + cols, mask=cols < num_cols, other=0.0).to(tl.float32) * rstd
+            g = tl.load(dy_ptr + at * dy_stride + cols, mask=cols < num_cols, other=0.0).to(tl.float32)
+            so_far = tl.load(partial_ptr + cols, mask=(cols < num_cols) & (at + tl.arange(0, 1) != first), other=0.0)
+            tl.store(partial_ptr + cols, so_far + g * xhat, mask=cols < num_cols)
+            if dx_ptr is not None:
+                if weight_ptr is not None:
+                    g = g * (tl.load(weight_ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32) + weight_offset)
+                dx = (g - xhat * dot_mean) * rstd
+                if dsum_ptr is not None:
+                    dx += tl.load(dsum_ptr + at * dsum_stride + cols, mask=cols < num_cols, other=0.0).to(tl.float32)
+                tl.store(dx_ptr + at * num_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < num_cols)
+        tl.debug_barrier()  # whichever thread reads the sums for the next row, they are there
+
+
+@triton.jit
 def _bwd_columns_kernel(
     dy_ptr, x_ptr, rstd_ptr, dw_ptr, num_rows, num_cols, dy_stride, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
@@ -375,6 +436,10 @@ def _launch_uncut_bwd(
     unit = alignment(*sizes) % 16 or 1  # Triton sees a factor of 16 by itself
     cols, dy_stride, _, x_stride = units = [n // unit for n in sizes]
     options = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.num_stages, "num_warps": config.num_warps}
+    if config.sums_on_the_way and partial is not None:
+        programs = (config.num_programs,)
+        launch(_bwd_wide_sums_kernel, programs, *inputs, dx, partial, p.rows, *units, p.weight_offset, ALIGN=unit, **options)
+        return
     if config.block_n >= p.cols:
         launch(_bwd_kernel, (config.num_programs,), *inputs, dx, partial, p.rows, *units, p.weight_offset, ALIGN=unit, **options)
         return
