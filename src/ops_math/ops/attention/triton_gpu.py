@@ -67,6 +67,11 @@ HOPPER = {  # in the order that an H200 measured on causal and full attention of
     ("dq", 256): (Tile(64, 32, 8, 2, True), Tile(64, 64, 8, 1, True), Tile(64, 32, 8, 1)),
 }  # fmt: skip
 BLACKWELL = {("fwd", 256): (Tile(128, 32, 8, 2, True), Tile(64, 64, 8, 2, True))}  # where Hopper's first choice spills
+RAGGED = {  # in Hopper's place where a sequence may end inside a tile (H200, documents of 128 to 2,048 tokens, 2026-11-30)
+    ("fwd", 64): (Tile(64, 64, 4, 2, True), Tile(64, 64, 4, 3, True), Tile(128, 64, 4, 3, True)),
+    ("fwd", 128): (Tile(64, 64, 4, 3, True), Tile(128, 64, 4, 2, True), Tile(128, 128, 8, 3, True)),
+    ("dkdv", 64): (Tile(64, 64, 4, 2, True), Tile(64, 64, 4, 3, True), Tile(32, 64, 4, 3, True, 128)),
+}
 POINTERS = {  # Hopper and newer where tiles cannot come through descriptors
     ("fwd", 64): (Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)),
     ("fwd", 128): (Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)),
@@ -148,6 +153,8 @@ def _tiles(p: AttentionProblem, device: Device, kernel: str) -> tuple[Tile, ...]
         return (INTERPRETER[kernel],)
     width, item = max(64, _block_d(p)), ITEM_SIZE[p.dtype]
     listed = _table(p, device)[kernel, width]
+    if listed[0].view and _ragged(p) and (kernel, width) in RAGGED:
+        listed = RAGGED[kernel, width]
     if listed[0].view and int(device.arch) >= 100 and (kernel, width) in BLACKWELL:
         listed = BLACKWELL[kernel, width]
     if kernel == "dkdv" and device.kind == "cuda" and int(device.arch) >= 90:
@@ -170,6 +177,11 @@ def _table(p: AttentionProblem, device: Device) -> dict[tuple[str, int], tuple[T
     if int(device.arch) < 90:
         return AMPERE
     return HOPPER if _block_d(p) == p.head_dim else POINTERS
+
+
+def _ragged(p: AttentionProblem) -> bool:
+    """Whether a sequence may end inside a tile."""
+    return p.documents >= 0 or bool(p.q_len % 128 or p.k_len % 128)
 
 
 def _shared_bytes(t: Tile, kernel: str, width: int, item: int) -> int:
