@@ -1,6 +1,7 @@
-"""What the ConsistencyChecker costs, what it finds, and whom it accuses wrongly, on small models and a CPU.
+"""What the ConsistencyChecker costs, and, on small models and a CPU, what it finds and whom it accuses wrongly.
 
-PYTHONPATH=src:. python benchmarks/consistency.py cost     # a step of llama-tiny on one thread, with and without
+PYTHONPATH=src:. python benchmarks/consistency.py cost     # steps of llama-tiny with and without: on a GPU if there is one, else one thread
+PYTHONPATH=src:. python benchmarks/consistency.py cost --model llama-1b --rounds 10
 PYTHONPATH=src:. python benchmarks/consistency.py faults   # faults planted in Llama and BERT: exact module, elsewhere, or missed
 PYTHONPATH=src:. python benchmarks/consistency.py alarms   # adopted against plain: nobody should be accused
 """
@@ -54,28 +55,73 @@ def traced(checker: ConsistencyChecker, model: nn.Module) -> Any:
     return trace
 
 
-def cost() -> None:
-    """Medians [ms] of interleaved steps; absolute only to show the ratio."""
+class Stepper:
+    """Forward and backward of an adopted model, with a checker or without; no optimizer, whose time would make the share smaller."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        batch, length = (8, 2048) if name == "llama-1b" else (4, 256)
+        dtype = torch.bfloat16 if name == "llama-1b" else torch.float32
+        self.device = device
+        with torch.device(device):
+            self.model = build(name).to(dtype).train()
+        adopt(self.model)
+        vocabulary = self.model.get_parameter("model.embed_tokens.weight").shape[0]
+        self.ids = torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(0)).to(device)
+        self.seen = 0
+
+    def wait(self) -> None:
+        """Until the device has nothing to do."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def __call__(self, checker: ConsistencyChecker | None) -> tuple[float, float]:
+        """Time of a step, and of the host until it returns [ms]; a trace waits for the device to fetch its figures."""
+        self.model.zero_grad()
+        self.wait()
+        start = time.perf_counter()
+        if checker is None:
+            self.model(self.ids, labels=self.ids).loss.backward()
+        else:
+            with checker.trace(self.model) as trace:
+                self.model(self.ids, labels=self.ids).loss.backward()
+            self.seen = len(trace.records)
+        host = time.perf_counter()
+        self.wait()
+        return (time.perf_counter() - start) * 1e3, (host - start) * 1e3
+
+    def kernels(self, checker: ConsistencyChecker) -> tuple[float, int]:
+        """Time of the figures' kernels in one step [ms], and how many were started."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self(checker)
+        mine = [event for event in profile.key_averages() if event.key in ("_chunk_kernel", "_fold_kernel")]
+        return sum(event.self_device_time_total for event in mine) / 1e3, sum(event.count for event in mine)
+
+
+def cost(name: str, rounds: int) -> None:
+    """Interleaved steps A B B A; the median of the rounds' ratios with their quartiles, and the smallest time of each."""
     torch.set_num_threads(1)
-    model = build("llama-tiny").train()
-    adopt(model)
-    ids = torch.randint(8192, (4, 256))
-    checkers = {"none": None, "light": ConsistencyChecker(), "light, every module": ConsistencyChecker(observe="all")}
-    times: dict[str, list[float]] = {name: [] for name in checkers}
-    for _ in range(7):
-        for name, checker in checkers.items():
-            model.zero_grad()
-            start = time.perf_counter()
-            if checker is None:
-                model(ids, labels=ids).loss.backward()
-            else:
-                with checker.trace(model):
-                    model(ids, labels=ids).loss.backward()
-            times[name].append((time.perf_counter() - start) * 1e3)
-    base = statistics.median(times["none"][1:])
-    for name, found in times.items():
-        middle = statistics.median(found[1:])
-        print(f"{name:22} {middle:8.1f} ms  {middle / base:5.2f} of a step without")
+    step = Stepper(name, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    where = torch.cuda.get_device_name() if step.device.type == "cuda" else "one thread of a CPU"
+    print(f"{name}, {list(step.ids.shape)} tokens, {next(step.model.parameters()).dtype}, {where}, torch {torch.__version__}")
+    for label, checker in {"light": ConsistencyChecker(), "light, every module": ConsistencyChecker(observe="all")}.items():
+        for _ in range(3):
+            step(None)
+            step(checker)
+        ratios, without, traced = [], [], []
+        for _ in range(rounds):
+            a, b, c, d = step(None), step(checker), step(checker), step(None)
+            ratios.append((b[0] + c[0]) / (a[0] + d[0]))
+            without += [a, d]
+            traced += [b, c]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        times = [statistics.median(t for t, _ in found) for found in (without, traced)]
+        host = [statistics.median(t for _, t in found) for found in (without, traced)]
+        least = [min(t for t, _ in found) for found in (without, traced)]
+        print(f"{label}: {middle:.3f} of a step without (quartiles {low:.3f} to {high:.3f}, {rounds} rounds), {step.seen} tensors seen")
+        print(f"    step {times[0]:.2f} and {times[1]:.2f} ms; smallest {least[0]:.2f} and {least[1]:.2f} ms, {least[1] / least[0]:.3f}")
+        if step.device.type == "cuda":
+            spent, count = step.kernels(checker)
+            print(f"    host until it returns {host[0]:.2f} and {host[1]:.2f} ms; {count} kernels of figures, {spent:.3f} ms")
 
 
 def plant(module: Any, kind: str, amount: float) -> None:
@@ -149,7 +195,13 @@ def main() -> None:
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("cost", "faults", "alarms"))
-    {"cost": cost, "faults": faults, "alarms": alarms}[parser.parse_args().what]()
+    parser.add_argument("--model", choices=("llama-tiny", "llama-1b"), default="llama-tiny", help="for cost")
+    parser.add_argument("--rounds", type=int, default=8, help="for cost: of four steps, two with the checker and two without")
+    arguments = parser.parse_args()
+    if arguments.what == "cost":
+        cost(arguments.model, arguments.rounds)
+    else:
+        {"faults": faults, "alarms": alarms}[arguments.what]()
 
 
 if __name__ == "__main__":

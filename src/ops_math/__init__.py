@@ -22,6 +22,7 @@ from ops_math.ops.attention.op import attention, attention_qkv
 from ops_math.ops.cross_entropy.op import cross_entropy
 from ops_math.ops.cross_entropy.op_linear import linear_cross_entropy
 from ops_math.ops.dropout.op import dropout
+from ops_math.ops.figures.op import FigureTable
 from ops_math.ops.glu.op import geglu, geglu_packed, swiglu, swiglu_packed
 from ops_math.ops.glu.op_gelu import gelu
 from ops_math.ops.layer_norm.op import add_layer_norm, layer_norm
@@ -46,6 +47,7 @@ __all__ = [
     "BudgetError",
     "Determinism",
     "DeterminismWarning",
+    "FigureTable",
     "GraphedStep",
     "Narrowed",
     "Packing",

@@ -23,7 +23,10 @@ OPERATOR_FILE = re.compile(r"__init__|(reference|problem|op|plain|eager|vendor|l
 VAGUE_NAME = re.compile(r"utils?|common|helpers?|misc|.*_(utils?|common|helpers?|misc|v\d+|new|old)")
 
 # Operator folders that the catalogue does not name, and why: the conformance suite runs what it names.
-OUTSIDE_CATALOGUE = {"adamw": "steps lists of tensors in place and has no backward, so it has no dispatcher operators to conform"}
+OUTSIDE_CATALOGUE = {
+    "adamw": "steps lists of tensors in place and has no backward, so it has no dispatcher operators to conform",
+    "figures": "keeps rows of many calls for a trace and returns nothing that a model computes with",
+}
 
 # What each part of ops_math may import of ops_math, besides itself. A name stands for the module and all below it.
 FOUNDATION = ("spec", "checks", "settings", "stats", "features", "_version")

@@ -10,7 +10,7 @@ from torch import nn
 
 import ops_math as om
 from ops_nn.adopt import adopt
-from ops_nn.debug import ConsistencyChecker, figures
+from ops_nn.debug import ConsistencyChecker
 from ops_nn.optim import AdamW
 from tests.adopt.models import JOBS
 
@@ -104,19 +104,52 @@ def test_dropout_draws_what_it_draws_without():
     assert torch.equal(expected, got)
 
 
-def test_figures_arrive_in_one_transfer(monkeypatch):
-    monkeypatch.setattr(figures, "_may_wait", lambda device: False)  # as on a GPU
+class _Elsewhere:
+    """Figures as a GPU's: what is added is launched, and nothing of it is read before all is fetched."""
+
+    def __init__(self) -> None:
+        self.added: list[torch.Tensor] = []
+        self.fetched = 0
+
+    device = torch.device("cpu")
+
+    @property
+    def count(self) -> int:
+        return len(self.added)
+
+    def add(self, tensors: list[torch.Tensor], sketch: bool) -> None:
+        self.added += tensors
+
+    def fetch(self) -> torch.Tensor:
+        self.fetched += 1
+        return torch.zeros(self.count, 86, dtype=torch.float64)
+
+
+def test_figures_arrive_in_one_transfer_and_nothing_waits_for_the_device_before(monkeypatch):
+    elsewhere = _Elsewhere()
+    monkeypatch.setattr(om.FigureTable, "_part", lambda table, device: table._parts.setdefault(device, elsewhere))
     job = JOBS["our Llama, tied"]()
-    transfers = []
-    plain = torch.Tensor.cpu
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda self, *a, **k: (transfers.append(self.shape), plain(self, *a, **k))[1])
     waits = []
-    for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
+    for name in ("item", "tolist", "cpu", "__bool__", "__float__", "__int__"):
         method = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, lambda self, _m=method, _n=name: (waits.append(_n), _m(self))[1])
+        monkeypatch.setattr(torch.Tensor, name, lambda self, *a, _m=method, _n=name: (waits.append(_n), _m(self, *a))[1])
     with ConsistencyChecker(observe="all").trace(job.model) as trace:
         job.loss(job.model).backward()
-        during = list(waits)
-    assert during == []
-    assert len(transfers) == 1
-    assert transfers[0][0] == len(trace.records)
+        assert waits == []
+        assert elsewhere.fetched == 0
+    assert elsewhere.fetched == 1
+    assert len(trace.records) > 100
+
+
+def test_parameters_and_their_gradients_are_looked_at_together(monkeypatch):
+    together = []
+    plain = om.FigureTable.add_all
+    monkeypatch.setattr(
+        om.FigureTable, "add_all", lambda self, tensors, sketch=True: (together.append(len(tensors)), plain(self, tensors, sketch))[1]
+    )
+    job = JOBS["our Llama, tied"]()
+    with ConsistencyChecker().trace(job.model):
+        job.loss(job.model).backward()
+    count = len(list(job.model.parameters()))
+    assert together[0] >= count
+    assert together[-1] == count

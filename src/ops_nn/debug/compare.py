@@ -61,6 +61,7 @@ class Comparison:
     """
 
     def __init__(self, a: Trace, b: Trace, precision: float, floors: dict[Key, float] | None = None) -> None:
+        _check_formats(a, b)
         self.a, self.b, self.precision = a, b, precision
         self.structure = structure(a, b)
         self.floors = floors or {}
@@ -330,8 +331,18 @@ def _outwards(module: str) -> list[str]:
 
 def floors_of(a: Trace, floor: Trace, precision: float) -> dict[Key, float]:
     """The noise floor: how far each tensor of A is from that of A perturbed."""
+    _check_formats(a, floor)
     pairs = [(key, difference(a.records[key], r, precision).l2) for key, r in floor.records.items() if key in a.records]
     return {key: l2 for key, l2 in pairs if math.isfinite(l2)}
+
+
+def _check_formats(a: Trace, b: Trace) -> None:
+    """Fingerprints and sketches of one format are other functions than those of another."""
+    if a.format != b.format:
+        raise om.UnsupportedError(
+            f"compare: traces of formats {a.format} and {b.format}, whose fingerprints are not alike. "
+            "Trace both runs with one version, or compare both with the version that wrote the older one."
+        )
 
 
 def structure(a: Trace, b: Trace) -> list[str]:

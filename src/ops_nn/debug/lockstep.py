@@ -192,7 +192,7 @@ class _Writer:
         """One tensor."""
         t = t.detach()
         dtype = str(t.dtype).removeprefix("torch.")
-        figures = unpack(measure(t).cpu(), t.numel())
+        figures = unpack(measure(t), t.numel())
         trace.records[key] = Record(figures, tuple(t.shape), tuple(t.stride()), dtype, self.order, t.cpu())
         self.order += 1
 

@@ -9,6 +9,8 @@ An input's gradient is what arrives at the tensor, from all who use it: three pr
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 import weakref
 from collections.abc import Iterable
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 
 import ops_math as om
 from ops_nn.debug import names, recipe, trees
-from ops_nn.debug.figures import measure, unpack
+from ops_nn.debug.figures import unpack
 from ops_nn.debug.operators import Operators
 from ops_nn.debug.trace import (
     FORWARD,
@@ -46,7 +48,7 @@ class _Pending(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
-    row: Tensor
+    row: int
     tensor: Tensor | None
 
 
@@ -55,7 +57,7 @@ class _Seen(NamedTuple):
 
     tensor: weakref.ref[Tensor]
     version: int
-    row: Tensor
+    row: int
     kept: Tensor | None
 
 
@@ -132,6 +134,7 @@ class Observer:
         self.paths = {id(place.module): path for path, place in self.layout.places.items() if path in chosen}
         self.counts: dict[str, int] = {}
         self.again: dict[str, int] = {}
+        self.table = om.FigureTable()
         self.pending: list[_Pending] = []
         self.halves: dict[Key, Tensor] = {}
         self.seen: dict[int, _Seen] = {}
@@ -171,8 +174,8 @@ class Observer:
             UnsupportedError: where another trace is open.
         """
         check_free()
-        for (path, name), value in names.tensors_of(self.layout).items():
-            self.see(Key(path, 0, PARAMETER, name), value)
+        held = names.tensors_of(self.layout).items()
+        self.see_all([(Key(path, 0, PARAMETER, name), value) for (path, name), value in held])
         install(self)
         if self.operators is not None:
             self.operators.__enter__()
@@ -187,11 +190,12 @@ class Observer:
         """Read the parameters' gradients, fetch all figures and fill the trace."""
         self.active = False
         if self.gradients:
-            found = False
-            for (path, name), value in names.tensors_of(self.layout).items():
-                if isinstance(value, nn.Parameter) and value.grad is not None:
-                    found = True
-                    self.see(Key(path, 0, PARAMETER_GRADIENT, name), value.grad)
+            found = [
+                (Key(path, 0, PARAMETER_GRADIENT, name), value.grad)
+                for (path, name), value in names.tensors_of(self.layout).items()
+                if isinstance(value, nn.Parameter) and value.grad is not None
+            ]
+            self.see_all(found)
             if not found and any(p.key.direction == OUTPUT_GRADIENT for p in self.pending):
                 self.note("no parameter held a gradient when the trace ended: end it before optimizer.zero_grad()")
         for key, gradient in self.halves.items():  # only one of the two copies was used
@@ -203,51 +207,66 @@ class Observer:
 
     def _collect(self) -> None:
         """One transfer for each device."""
-        rows: dict[torch.device, list[int]] = {}
-        for number, item in enumerate(self.pending):
-            rows.setdefault(item.row.device, []).append(number)
-        arrived: dict[int, Tensor] = {}
-        for numbers in rows.values():
-            together = torch.stack([self.pending[n].row for n in numbers]).cpu()
-            arrived.update(zip(numbers, together.unbind(), strict=True))
+        rows = self.table.fetch()
         for order, item in enumerate(self.pending):
-            count = 1
-            for size in item.shape:
-                count *= size
-            figures = unpack(arrived[order], count)
+            figures = unpack(rows[item.row], math.prod(item.shape))
             self.trace.records[item.key] = Record(figures, item.shape, item.stride, item.dtype, order, item.tensor)
+        for kind in sorted(self.table.copied_from):
+            self.note(f"tensors on {kind} were copied to the CPU for their figures, since there is no Triton for it")
         self.pending = []
 
     def see(self, key: Key, t: Tensor, lasting: bool = True) -> None:
         """Take the figures of a tensor, and in full mode a copy; `lasting` says that others may be given the same tensor."""
-        given, t = t, _local(t.detach())
+        self.see_all([(key, t)], lasting)
+
+    def see_all(self, tensors: Iterable[tuple[Key, Tensor]], lasting: bool = True) -> None:
+        """The same for several tensors, of which those that are new are looked at together."""
+        found = [(key, given, _local(given.detach())) for key, given in tensors]
+        found = [item for item in found if self._can_see(item[0], item[2])]
+        known = [self._known(t) for _, _, t in found]
+        new = {_identity(t): (key, t) for (key, _, t), old in zip(found, known, strict=True) if old is None}
+        rows = self._figures(list(new.values()))
+        made = dict(zip(new, rows, strict=True))
+        for (key, given, t), old in zip(found, known, strict=True):
+            row, kept = made[_identity(t)] if old is None else (old.row, old.kept)
+            self.pending.append(_Pending(key, tuple(t.shape), t.stride(), _name(t.dtype), row, kept))
+            if lasting and type(given) in (Tensor, nn.Parameter) and not given.is_inference():
+                self.seen[given.data_ptr()] = _Seen(weakref.ref(given), given._version, row, kept)
+
+    def _figures(self, tensors: list[tuple[Key, Tensor]]) -> list[tuple[int, Tensor | None]]:
+        """Row and copy of each; of weights, of which there are many, without a sketch in light mode."""
+        if not tensors:
+            return []
+        sketch = tensors[0][0].direction != PARAMETER or self.trace.mode == FULL
+        rows = self.table.add_all([t for _, t in tensors], sketch)
+        return [(row, self._kept(key, t)) for row, (key, t) in zip(rows, tensors, strict=True)]
+
+    def _can_see(self, key: Key, t: Tensor) -> bool:
         if not _seen_whole(t):
             self.note(f"{key}: a {t.layout} tensor on {t.device} is not looked into")
-            return
+            return False
         if t.is_cuda and torch.cuda.is_current_stream_capturing():
             self.note(f"{key.module or 'the model'} was captured into a CUDA graph: its replays are not seen")
-            return
-        with torch.no_grad():
-            row, kept = self._figures(key, t)
-        self.pending.append(_Pending(key, tuple(t.shape), tuple(t.stride()), str(t.dtype).removeprefix("torch."), row, kept))
-        if lasting and type(given) in (Tensor, nn.Parameter) and not given.is_inference():
-            self.seen[given.data_ptr()] = _Seen(weakref.ref(given), given._version, row, kept)
+            return False
+        return True
 
-    def _figures(self, key: Key, t: Tensor) -> tuple[Tensor, Tensor | None]:
-        place = t.data_ptr()
-        known = self.seen.get(place)
-        if known is not None:
-            old = known.tensor()
-            if old is not None and known.version == _version(t) and _same_view(old, t):
-                return known.row, known.kept
-        row, kept = measure(t, brief=key.direction == PARAMETER and self.trace.mode != FULL), None
-        if self.trace.mode == FULL:
-            if self.bytes + t.nbytes <= self.limit:
-                self.bytes += t.nbytes
-                kept = t.to("cpu", copy=True)
-            else:
-                self.note(f"tensors beyond {self.limit / 2**30:.3g} GiB were not kept, the first of them {key}; limit_bytes= is the limit")
-        return row, kept
+    def _known(self, t: Tensor) -> _Seen | None:
+        """What was found of the same tensor before."""
+        known = self.seen.get(t.data_ptr())
+        if known is None:
+            return None
+        old = known.tensor()
+        return known if old is not None and known.version == _version(t) and _same_view(old, t) else None
+
+    def _kept(self, key: Key, t: Tensor) -> Tensor | None:
+        """A copy, in full mode and as far as there is room."""
+        if self.trace.mode != FULL:
+            return None
+        if self.bytes + t.nbytes > self.limit:
+            self.note(f"tensors beyond {self.limit / 2**30:.3g} GiB were not kept, the first of them {key}; limit_bytes= is the limit")
+            return None
+        self.bytes += t.nbytes
+        return t.to("cpu", copy=True)
 
     def leaf(self, key: Key, leaf: trees.Leaf) -> None:
         """Take the figures of an argument or result."""
@@ -279,7 +298,7 @@ class Observer:
             if self.trace.mode == FULL:
                 self.trace.arguments[f"{path}#{number}"] = recipe.arguments(args, kwargs)
             self.trace.calls.append(Call(path, number, _TAPE.open[-1] if _TAPE.open else -1, -1))
-            self._see_all(path, number, INPUT, tensors)
+            self._see_leaves(path, number, INPUT, tensors)
             _TAPE.open.append(index)
         self._hooks(path, number, INPUT_GRADIENT, tensors)
         try:
@@ -291,7 +310,7 @@ class Observer:
         if not again:
             self.trace.calls[index] = self.trace.calls[index]._replace(end=self.ends)
             self.ends += 1
-            self._see_all(path, number, FORWARD, results)
+            self._see_leaves(path, number, FORWARD, results)
         self._hooks(path, number, OUTPUT_GRADIENT, results)
         return result
 
@@ -306,7 +325,7 @@ class Observer:
             if leaf.carrier.numel():  # a result that was not asked for is empty
                 self.see(Key(call.module, call.number, FORWARD, leaf.name), leaf.carrier, lasting=False)
 
-    def _see_all(self, path: str, number: int, direction: str, tensors: Iterable[trees.Leaf]) -> None:
+    def _see_leaves(self, path: str, number: int, direction: str, tensors: Iterable[trees.Leaf]) -> None:
         for leaf in tensors:
             self.leaf(Key(path, number, direction, leaf.name), leaf)
 
@@ -348,6 +367,16 @@ class Observer:
 def _version(t: Tensor) -> int:
     """How often it was written to; tensors of inference mode do not count."""
     return -1 if t.is_inference() else t._version
+
+
+def _identity(t: Tensor) -> tuple[Any, ...]:
+    """The same for two names of one tensor."""
+    return t.device, t.data_ptr(), t.shape, t.stride(), t.dtype
+
+
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _same_view(old: Tensor, t: Tensor) -> bool:

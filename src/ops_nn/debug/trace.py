@@ -21,7 +21,7 @@ from torch import Tensor
 import ops_math as om
 from ops_nn.debug.figures import Figures
 
-FORMAT = 1
+FORMAT = 2  # 2: other fingerprints and sketches
 OLDEST_FORMAT = 1
 INDEX = "trace.json"
 HEADER = "ops_nn.debug"
@@ -90,10 +90,12 @@ class Trace:
         records: figures, and in full mode tensors, by `Key`.
         notes: what is to be known of the observation, in words.
         versions: of ops-math and torch, the device, and what else identifies the run.
+        format: of the version that made it; figures of different formats cannot be compared.
     """
 
     def __init__(self, mode: str, model: str) -> None:
         self.mode, self.model = mode, model
+        self.format = FORMAT
         self.modules: dict[str, dict[str, Any]] = {}
         self.ties: dict[str, str] = {}
         self.arguments: dict[str, Any] = {}
@@ -160,7 +162,7 @@ class Trace:
 
     def _index(self) -> dict[str, Any]:
         return {
-            "format": FORMAT,
+            "format": self.format,
             "mode": self.mode,
             "model": self.model,
             "versions": self.versions,
@@ -184,6 +186,7 @@ def _plain_figures(figures: Figures) -> list[Any]:
 
 def _of_index(fields: dict[str, Any], tensors: dict[str, Tensor], damaged: list[str]) -> Trace:
     trace = Trace(fields["mode"], fields["model"])
+    trace.format = fields["format"]
     trace.modules, trace.ties, trace.versions = fields["modules"], fields["ties"], fields["versions"]
     trace.notes, trace.arguments, trace.autocast = list(fields["notes"]), fields["arguments"], fields["autocast"]
     trace.calls = [Call(*call) for call in fields["calls"]]

@@ -1,0 +1,125 @@
+"""The contract: tensors are added where they are, and all figures are fetched at once.
+
+Not made by `dispatch.define`, and not in the catalogue: it keeps rows of many calls, returns nothing that a model computes with and has no
+backward. Its own tests hold it to the same standard.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops_math import checks
+from ops_math.ops.figures import eager
+from ops_math.ops.figures.problem import LENGTH, LENGTH_FACTORS, signed
+
+
+class FigureTable:
+    """What is known of tensors' values, a row for each that was added: computed on their device, fetched in one transfer a device.
+
+    A row is 86 numbers in float64: the sum of squares and the largest magnitude of the finite elements, the counts of NaN and of
+    infinities, 64 signed sums (the sketch), up to 16 samples evenly spaced from the first element to the last, and a fingerprint of
+    128 bits as two int64 in the last two columns (`row[-2:].view(torch.int64)`).
+
+    The fingerprint is a function of the bytes in the order of the elements, the same on every device and in any order of sums: of their
+    places, their count, the sign of zero and what NaN carries, not of shape, strides and dtype. The sketch estimates distances: the squared
+    distance of two sketches has the squared distance of the tensors as its mean (Charikar, Chen and Farach-Colton, 2002).
+
+    On a CPU a tensor is read from memory once, in chunks of half a MiB; on a GPU by one kernel a tensor, or one for all that are added
+    together. A device without Triton has its tensors copied to the CPU, which waits for it: `copied_from` names its kind.
+
+    Precision: sums of float32 and narrower in float32 within a chunk (a GPU: squares in float64) and float64 across, of others in float64.
+    Determinism: level 1; the fingerprint level 3.
+    Raises: ArgumentError for tensors that are not strided.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[torch.device, Any] = {}
+        self._order: list[tuple[Any, int]] = []
+        self._lock = threading.Lock()  # a backward adds from the threads of its devices
+        self._bytes: list[int] = []
+        self.copied_from: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def add(self, tensor: Tensor, sketch: bool = True) -> int:
+        """Take a tensor's figures; it may be written to afterwards.
+
+        Args:
+            tensor: of any shape, strides and dtype; complex numbers count as pairs.
+            sketch: without it the sketch is zeros, which costs less.
+
+        Returns:
+            The number of its row.
+        """
+        return self.add_all([tensor], sketch)[0]
+
+    @torch.no_grad()
+    def add_all(self, tensors: list[Tensor], sketch: bool = True) -> list[int]:
+        """Take the figures of several tensors, on a GPU with one kernel for those of one kind; numbers of rows as from `add`."""
+        with self._lock:
+            first = len(self._order)
+            groups: dict[torch.device, list[Tensor]] = {}
+            for tensor in tensors:
+                flat = _flat(tensor)
+                part = self._part(flat.device)
+                together = groups.setdefault(part.device, [])
+                self._order.append((part, part.count + len(together)))
+                self._bytes.append(flat.nbytes)
+                together.append(flat if flat.device == part.device else flat.to(part.device))
+            for device, together in groups.items():
+                self._parts[device].add(together, sketch)
+            return list(range(first, len(self._order)))
+
+    def fetch(self) -> Tensor:
+        """All rows [N, LENGTH], float64, on the CPU, in the order in which they were added; the table stays as it is."""
+        with self._lock:
+            rows = torch.zeros(len(self._order), LENGTH, dtype=torch.float64)
+            for part in self._parts.values():
+                mine = [n for n, (owner, _) in enumerate(self._order) if owner is part]
+                theirs = [number for owner, number in self._order if owner is part]
+                rows[torch.tensor(mine, dtype=torch.int64)] = part.fetch()[torch.tensor(theirs, dtype=torch.int64)]
+            sizes = [[signed(count * factor) for factor in LENGTH_FACTORS] for count in self._bytes]
+            hashes = rows[:, -2:].contiguous().view(torch.int64) + torch.tensor(sizes, dtype=torch.int64).view(-1, 2)
+            rows[:, -2:] = hashes.view(torch.float64)
+            return rows
+
+    def _part(self, device: torch.device) -> Any:
+        kept = self._parts.get(device)
+        if kept is None:
+            if device.type == "cuda" and has_triton():
+                from ops_math.ops.figures import triton_gpu
+
+                kept = triton_gpu.Rows(device)
+            elif device.type == "cpu":
+                kept = eager.Rows()
+            else:
+                self.copied_from.add(device.type)
+                return self._part(eager.CPU)
+            self._parts[device] = kept
+        return kept
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether kernels can be compiled here."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A contiguous view [N] of a tensor's elements, or a copy where there is none."""
+    checks.tensor("FigureTable.add", "tensor", tensor)
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type == "meta" or tensor.is_quantized:
+        got = f"a {tensor.layout} tensor on {tensor.device}"
+        checks.fail("FigureTable.add", "tensor", "a strided tensor with values", got, "Pass tensor.to_dense(), or its parts.")
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    return tensor.contiguous().view(-1)

@@ -1,0 +1,375 @@
+"""Triton kernels for NVIDIA and AMD GPUs: a tensor is read from memory once, a chunk a program; a second kernel adds up the chunks.
+
+A program walks over its chunk in rows of 1024 words and, a few words behind, in rows of 1021, which it finds in the cache; a lane
+keeps its own column of each. What a word holds (two floats, four of 16 bits) is taken out of it in registers. The fast way looks at no
+element for NaN: the largest magnitude, whose bits count in the order of numbers, tells at the end whether there was any, and then the
+chunk is walked over once more.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ops_math.backends.launch import launch
+from ops_math.ops.figures import problem
+from ops_math.ops.figures.problem import CHUNK_BYTES, HASH_AT, LENGTH, block_signs, factors
+
+NOTHING, FP32, FP64, BF16, FP16, INT32, INT64 = (tl.constexpr(i) for i in range(7))
+KINDS = {
+    torch.float32: 1,
+    torch.float64: 2,
+    torch.bfloat16: 3,
+    torch.float16: 4,
+    torch.int32: 5,
+    torch.int64: 6,
+}
+WIDE, NARROW = (tl.constexpr(width) for width in problem.WIDTHS)
+CHUNK_WORDS = tl.constexpr(problem.CHUNK_WORDS)
+SLAB_ROWS = tl.constexpr(problem.SLAB_WORDS // problem.WIDTHS[0])
+CHUNK_SLABS = tl.constexpr(problem.CHUNK_SLABS)
+SAMPLES, SKETCH = tl.constexpr(problem.SAMPLES), tl.constexpr(problem.SKETCH)
+SKETCH_AT, SAMPLES_AT = tl.constexpr(problem.SKETCH_AT), tl.constexpr(problem.SAMPLES_AT)
+FLOATS, ROW = tl.constexpr(HASH_AT), tl.constexpr(LENGTH)
+INFINITY32, INFINITY64 = tl.constexpr(0x7F800000), tl.constexpr(0x7FF0000000000000)
+TABLE_COLUMNS = 4
+RANGE_COLUMNS = 4
+FEWEST_ROWS = 2048  # parts that a block of memory has room for: 1.4 MB
+FOLDED = 16  # parts that the second kernel adds up at once
+
+
+class Config(NamedTuple):
+    """Rows of a step, 1, 2 or 4, and warps."""
+
+    rows: int
+    num_warps: int
+
+
+# The first is the default: 102 registers a thread in fp32 and bf16 (sm_90, Triton 3.6), so that two programs are on a multiprocessor.
+CONFIGS = tuple(Config(rows, warps) for rows, warps in ((1, 8), (2, 16), (2, 8), (1, 16)))
+
+
+@triton.jit
+def _mixed(number):
+    """64 pseudo-random bits that belong to a number: `problem.mixed`."""
+    z = (number + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return (z ^ (z >> 31)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def _words_tile(base_ptr, first, places, inside, num_bytes):
+    """Words of a tensor from word `first` on; what is not inside, and what is behind the last byte, is zero."""
+    count = tl.cdiv(num_bytes, 8)
+    words = tl.load(base_ptr + first + places, mask=inside & (first + places < count), other=0)
+    rest = num_bytes % 8
+    if (rest > 0) & (first + CHUNK_WORDS >= count):
+        keep = (tl.full([], 1, tl.int64) << (8 * rest).to(tl.int64)) - 1
+        words = tl.where(first + places == count - 1, words & keep, words)
+    return words
+
+
+@triton.jit
+def _value(words, PIECE: tl.constexpr, KIND: tl.constexpr):
+    """The number that stands at the PIECE-th place of each word, in float32 or, where that is too narrow, float64."""
+    if KIND == FP64:
+        return words.to(tl.float64, bitcast=True)
+    elif KIND == INT64:
+        return words.to(tl.float64)
+    elif KIND == INT32:
+        return (words >> (PIECE * 32)).to(tl.int32).to(tl.float64)
+    elif KIND == FP32:
+        return (words >> (PIECE * 32)).to(tl.int32).to(tl.float32, bitcast=True)
+    elif KIND == BF16:
+        return ((words >> (PIECE * 16)) << 16).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        return (words >> (PIECE * 16)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _magnitude(value):
+    """Bits of |value|, which count in the order of magnitudes; infinity and then NaN come last."""
+    if value.dtype == tl.float64:
+        return value.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
+    else:
+        return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _take_tile(words, signs, top, squares, nans, infinities, sums, PIECE: tl.constexpr, KIND: tl.constexpr, GUARDED: tl.constexpr):
+    """Take one number of each word into account; GUARDED counts those that are not finite and leaves them out."""
+    value = _value(words, PIECE, KIND)
+    bits = _magnitude(value)
+    if GUARDED:
+        end: tl.constexpr = INFINITY64 if value.dtype == tl.float64 else INFINITY32
+        nans += (bits > end).to(tl.int32)
+        infinities += (bits == end).to(tl.int32)
+        value = tl.where(bits >= end, 0.0, value)
+        bits = tl.where(bits >= end, 0, bits)
+    exact = value.to(tl.float64)
+    return tl.maximum(top, bits), squares + exact * exact, nans, infinities, sums + signs.to(value.dtype) * value
+
+
+@triton.jit
+def _walk_tile(
+    base_ptr, signs_ptr, first, slab, num_bytes,
+    KIND: tl.constexpr, PIECES: tl.constexpr, HASHED: tl.constexpr, GUARDED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """What a chunk comes to, lane by lane: sums of columns of both widths; magnitudes, squares, counts and signed sums of up to four
+    numbers a word."""
+    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDE)[None, :]
+    wider: tl.constexpr = KIND == FP64 or KIND == INT64 or KIND == INT32
+    wide, narrow = tl.zeros([ROWS, WIDE], tl.int64), tl.zeros([ROWS, WIDE], tl.int64)
+    top = tl.zeros([ROWS, WIDE], tl.int64 if wider else tl.int32)
+    squares = tl.zeros([ROWS, WIDE], tl.float64)
+    nans, infinities = tl.zeros([ROWS, WIDE], tl.int32), tl.zeros([ROWS, WIDE], tl.int32)
+    s0 = tl.zeros([ROWS, WIDE], tl.float64 if wider else tl.float32)
+    s1, s2, s3 = s0, s0, s0
+    left = tl.minimum(tl.cdiv(num_bytes, 8) - first, CHUNK_WORDS)
+    for row in range(0, tl.cdiv(left, NARROW).to(tl.int32), ROWS):
+        places = (row + rows) * WIDE + columns
+        words = _words_tile(base_ptr, first, places, places < CHUNK_WORDS, num_bytes)
+        if HASHED:
+            wide += words
+            behind = (row + rows) * NARROW + columns
+            narrow += _words_tile(base_ptr, first, behind, (columns < NARROW) & (behind < CHUNK_WORDS), num_bytes)
+        if KIND != NOTHING:
+            sign = 1 - 2 * (_mixed(slab + row // SLAB_ROWS) >> 62 & 1)
+            signs = tl.load(signs_ptr + (places % (SLAB_ROWS * WIDE)) * PIECES // SKETCH) * sign.to(tl.float32)
+            top, squares, nans, infinities, s0 = _take_tile(words, signs, top, squares, nans, infinities, s0, 0, KIND, GUARDED)
+            if PIECES > 1:
+                top, squares, nans, infinities, s1 = _take_tile(words, signs, top, squares, nans, infinities, s1, 1, KIND, GUARDED)
+            if PIECES > 2:
+                top, squares, nans, infinities, s2 = _take_tile(words, signs, top, squares, nans, infinities, s2, 2, KIND, GUARDED)
+                top, squares, nans, infinities, s3 = _take_tile(words, signs, top, squares, nans, infinities, s3, 3, KIND, GUARDED)
+    return wide, narrow, top, squares, nans, infinities, s0, s1, s2, s3
+
+
+@triton.jit
+def _store_sketch(out_ptr, sums, PIECE: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr):
+    """Lanes whose numbers stand at one place of their block of 64 are one signed sum."""
+    together = tl.sum(tl.reshape(sums.to(tl.float64), [ROWS * WIDE * PIECES // SKETCH, SKETCH // PIECES]), 0)
+    tl.store(out_ptr + tl.arange(0, SKETCH // PIECES) * PIECES + PIECE, together)
+
+
+@triton.jit
+def _store_hashes(out_ptr, factors_ptr, wide, narrow, chunk):
+    """Both halves of a chunk's hash, from the sums of its columns."""
+    wide, narrow, column = tl.sum(wide, 0), tl.sum(narrow, 0), tl.arange(0, WIDE)
+    inside = column < NARROW
+    for half in tl.static_range(2):
+        whole_ptr = factors_ptr + half * 2 * (WIDE + NARROW)
+        high_ptr = whole_ptr + WIDE + NARROW
+        total = wide * tl.load(whole_ptr + column) + (wide >> 32) * tl.load(high_ptr + column)
+        total += narrow * tl.load(whole_ptr + WIDE + column, mask=inside, other=0)
+        total += (narrow >> 32) * tl.load(high_ptr + WIDE + column, mask=inside, other=0)
+        tl.store(out_ptr + half, tl.sum(total, 0) * (_mixed(2 * chunk + half) | 1))
+
+
+@triton.jit
+def _store_values(
+    out_ptr, top, squares, nans, infinities, s0, s1, s2, s3, PIECES: tl.constexpr, SKETCHED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Sizes, counts and the sketch of a chunk."""
+    peak = tl.max(tl.max(top, 1), 0)
+    if top.dtype == tl.int64:
+        largest = peak.to(tl.float64, bitcast=True)
+    else:
+        largest = peak.to(tl.float32, bitcast=True).to(tl.float64)
+    tl.store(out_ptr, tl.sum(tl.sum(squares, 1), 0))
+    tl.store(out_ptr + 1, largest)
+    tl.store(out_ptr + 2, tl.sum(tl.sum(nans, 1), 0).to(tl.float64))
+    tl.store(out_ptr + 3, tl.sum(tl.sum(infinities, 1), 0).to(tl.float64))
+    if SKETCHED:
+        _store_sketch(out_ptr + SKETCH_AT, s0, 0, PIECES, ROWS)
+        if PIECES > 1:
+            _store_sketch(out_ptr + SKETCH_AT, s1, 1, PIECES, ROWS)
+        if PIECES > 2:
+            _store_sketch(out_ptr + SKETCH_AT, s2, 2, PIECES, ROWS)
+            _store_sketch(out_ptr + SKETCH_AT, s3, 3, PIECES, ROWS)
+    else:
+        tl.store(out_ptr + SKETCH_AT + tl.arange(0, SKETCH), tl.zeros([SKETCH], tl.float64))
+
+
+@triton.jit
+def _samples_tile(base_ptr, num_bytes, KIND: tl.constexpr, PIECES: tl.constexpr):
+    """Values [16] at places that are evenly spaced, zero where there are fewer."""
+    count = num_bytes // (8 // PIECES)
+    numbers = tl.arange(0, SAMPLES)
+    spaced = numbers.to(tl.int64) * (count - 1) // (SAMPLES - 1)
+    places = tl.where(count <= SAMPLES, numbers.to(tl.int64), spaced)
+    words = tl.load(base_ptr + places // PIECES, mask=numbers < count, other=0)
+    words = words >> (places % PIECES * (64 // PIECES))
+    return _value(words, 0, KIND).to(tl.float64)
+
+
+@triton.jit(do_not_specialize=["num_bytes"])
+def _chunk_kernel(
+    tensor_ptr, table_ptr, factors_ptr, signs_ptr, hashes_ptr, floats_ptr, num_bytes,
+    KIND: tl.constexpr, PIECES: tl.constexpr, SKETCHED: tl.constexpr, TABLE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0).to(tl.int64)
+    if TABLE:
+        address = tl.load(table_ptr + part * 4)
+        base_ptr = tl.multiple_of(address, 8).to(tl.pointer_type(tl.int64))
+        num_bytes = tl.load(table_ptr + part * 4 + 1)
+        chunk = tl.load(table_ptr + part * 4 + 2)
+    else:
+        base_ptr = tensor_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+        num_bytes = num_bytes.to(tl.int64)
+        chunk = part
+    first = chunk * CHUNK_WORDS
+    out_ptr = floats_ptr + part * FLOATS
+
+    wide, narrow, top, squares, nans, infinities, s0, s1, s2, s3 = _walk_tile(
+        base_ptr, signs_ptr, first, chunk * CHUNK_SLABS, num_bytes, KIND, PIECES, True, False, ROWS
+    )
+    _store_hashes(hashes_ptr + part * 2, factors_ptr, wide, narrow, chunk)
+
+    if KIND != NOTHING:
+        end: tl.constexpr = INFINITY64 if top.dtype == tl.int64 else INFINITY32
+        if tl.max(tl.max(top, 1), 0) >= end:
+            _, _, top, squares, nans, infinities, s0, s1, s2, s3 = _walk_tile(
+                base_ptr, signs_ptr, first, chunk * CHUNK_SLABS, num_bytes, KIND, PIECES, False, True, ROWS
+            )
+        _store_values(out_ptr, top, squares, nans, infinities, s0, s1, s2, s3, PIECES, SKETCHED, ROWS)
+        samples = tl.zeros([SAMPLES], tl.float64)
+        if chunk == 0:
+            samples = _samples_tile(base_ptr, num_bytes, KIND, PIECES)
+        tl.store(out_ptr + SAMPLES_AT + tl.arange(0, SAMPLES), samples)
+
+
+@triton.jit
+def _fold_kernel(hashes_ptr, floats_ptr, ranges_ptr, out_ptr, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add up the parts of one tensor, always in one order; the second column is a maximum."""
+    tensor = tl.program_id(0).to(tl.int64)
+    range_ptr = ranges_ptr + tensor * 4
+    first_hash, num_hashes = tl.load(range_ptr), tl.load(range_ptr + 1)
+    first_float, num_floats = tl.load(range_ptr + 2), tl.load(range_ptr + 3)
+    parts, columns, halves = tl.arange(0, PARTS)[:, None], tl.arange(0, COLUMNS)[None, :], tl.arange(0, 2)[None, :]
+
+    total = tl.zeros([COLUMNS], tl.float64)
+    for start in range(0, num_floats.to(tl.int32), PARTS):
+        mask = (start + parts < num_floats) & (columns < FLOATS)
+        some = tl.load(floats_ptr + (first_float + start + parts) * FLOATS + columns, mask=mask, other=0.0)
+        total = tl.where(tl.arange(0, COLUMNS) == 1, tl.maximum(total, tl.max(some, 0)), total + tl.sum(some, 0))
+    hashes = tl.zeros([2], tl.int64)
+    for start in range(0, num_hashes.to(tl.int32), PARTS):
+        hashes += tl.sum(tl.load(hashes_ptr + (first_hash + start + parts) * 2 + halves, mask=start + parts < num_hashes, other=0), 0)
+
+    row_ptr = out_ptr + tensor * ROW
+    tl.store(row_ptr + tl.arange(0, COLUMNS), total, mask=tl.arange(0, COLUMNS) < FLOATS)
+    tl.store(row_ptr + FLOATS + tl.arange(0, 2), hashes.to(tl.float64, bitcast=True))
+
+
+class _Range(NamedTuple):
+    """Which parts hold a tensor's hashes and which its numbers."""
+
+    first_hash: int
+    num_hashes: int
+    first_float: int
+    num_floats: int
+
+
+class Rows:
+    """The figures of tensors on one GPU, a row each, in the order in which they are added."""
+
+    def __init__(self, device: torch.device, config: Config = CONFIGS[0]) -> None:
+        self.device, self.config = device, config
+        self.factors, self.signs = factors(device), block_signs(device)
+        self.ranges: list[_Range] = []
+        self.blocks: list[tuple[Tensor, Tensor]] = []
+        self.used = self.begin = 0  # parts of the last block, and before it
+
+    @property
+    def count(self) -> int:
+        """Rows so far."""
+        return len(self.ranges)
+
+    def add(self, tensors: list[Tensor], sketch: bool) -> None:
+        """Take contiguous tensors [N] on the current stream; they may be written to afterwards."""
+        with _guard(self.device):
+            flat = [t if t.data_ptr() % 8 == 0 else t.clone() for t in tensors]
+            groups: dict[int, list[int]] = {}
+            for number, t in enumerate(flat):
+                groups.setdefault(KINDS.get(t.dtype, 0), []).append(number)
+            found: dict[int, _Range] = {}
+            for kind, numbers in groups.items():
+                mine = [flat[n] for n in numbers]
+                hashes = self._launch(mine, kind, sketch)
+                floats = hashes if kind else self._launch([t.double() for t in mine], KINDS[torch.float64], sketch)
+                found.update({n: _Range(*h, *f) for n, h, f in zip(numbers, hashes, floats, strict=True)})
+            self.ranges += [found[n] for n in range(len(flat))]
+
+    def _launch(self, tensors: list[Tensor], kind: int, sketch: bool) -> list[tuple[int, int]]:
+        """First part and parts of each."""
+        counts = [-(-t.nbytes // CHUNK_BYTES) for t in tensors]
+        total = sum(counts)
+        first, hashes, floats = self._room(total)
+        size = tensors[0].element_size()
+        constants: dict[str, Any] = {
+            "KIND": kind,
+            "PIECES": 8 // size if kind else 1,
+            "SKETCHED": sketch,
+            "TABLE": len(tensors) > 1,
+            "ROWS": self.config.rows,
+        }
+        table = self._table(tensors, counts) if len(tensors) > 1 else self.factors
+        arguments = (tensors[0], table, self.factors, self.signs, hashes, floats, tensors[0].nbytes if len(tensors) == 1 else 0)
+        launch(_chunk_kernel, (total,), *arguments, num_warps=self.config.num_warps, **constants)
+        found = []
+        for count in counts:
+            found.append((first, count))
+            first += count
+        return found
+
+    def _room(self, parts: int) -> tuple[int, Tensor, Tensor]:
+        """The number of the next part and memory for some."""
+        if not self.blocks or self.used + parts > self.blocks[-1][0].shape[0]:
+            if self.blocks:
+                self.blocks[-1] = (self.blocks[-1][0][: self.used], self.blocks[-1][1][: self.used])
+                self.begin += self.used
+            size = max(FEWEST_ROWS, parts)
+            hashes = torch.empty(size, 2, dtype=torch.int64, device=self.device)
+            self.blocks.append((hashes, torch.empty(size, HASH_AT, dtype=torch.float64, device=self.device)))
+            self.used = 0
+        start, (hashes, floats) = self.used, self.blocks[-1]
+        self.used += parts
+        return self.begin + start, hashes[start:], floats[start:]
+
+    def _table(self, tensors: list[Tensor], counts: list[int]) -> Tensor:
+        """A row a chunk: address and bytes of its tensor, and its number in that."""
+        facts = torch.tensor([[t.data_ptr(), t.nbytes, 0, 0] for t in tensors], dtype=torch.int64)
+        repeats = torch.tensor(counts, dtype=torch.int64)
+        table = facts.repeat_interleave(repeats, 0)
+        begins = repeats.cumsum(0) - repeats
+        table[:, 2] = torch.arange(len(table)) - begins.repeat_interleave(repeats)
+        return _sent(table, self.device)
+
+    def fetch(self) -> Tensor:
+        """All rows [N, LENGTH], float64, on the CPU, but for the count of bytes in the fingerprint; in one transfer."""
+        count = len(self.ranges)
+        if not count or not self.blocks:
+            return torch.zeros(count, LENGTH, dtype=torch.float64)
+        with _guard(self.device):
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # tensors may have been added on several streams
+            hashes, floats = self.blocks[0] if len(self.blocks) == 1 else (torch.cat(parts) for parts in zip(*self.blocks, strict=True))
+            ranges = _sent(torch.tensor(self.ranges, dtype=torch.int64), self.device)
+            out = torch.empty(count, LENGTH, dtype=torch.float64, device=self.device)
+            launch(_fold_kernel, (count,), hashes, floats, ranges, out, PARTS=FOLDED, COLUMNS=triton.next_power_of_2(HASH_AT))
+            return out.cpu()
+
+
+def _guard(device: torch.device) -> Any:
+    return torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
+
+
+def _sent(table: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for what runs there."""
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)

@@ -1,0 +1,245 @@
+"""The kernels of `om.FigureTable` without a GPU: their arithmetic in the interpreter, their resources for four devices.
+
+Run as a program with TRITON_INTERPRET=1, it checks the kernels and prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ops_math import backends
+from ops_math.backends import null
+from ops_math.ops.figures import eager
+from ops_math.ops.figures.problem import CHUNK_BYTES, COLUMNS, HASH_AT, LENGTH, SAMPLES_AT, SKETCH_AT
+
+triton = pytest.importorskip("triton", reason="missing capability: Triton")
+DEVICES = ("a100", "h100", "b200", "mi300x")
+SOURCE = Path(__file__).parents[2] / "src"
+FOLDER = SOURCE / "ops_math" / "ops" / "figures"
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8, torch.bool)
+
+KERNEL_FAULTS = {
+    "a column too few": ("(columns < NARROW) & (behind", "(columns < NARROW - 1) & (behind"),
+    "both widths alike": ("behind = (row + rows) * NARROW + columns", "behind = (row + rows) * WIDE + columns"),
+    "the last row forgotten": ("tl.cdiv(left, NARROW).to(tl.int32)", "(left // NARROW).to(tl.int32)"),
+    "the last bytes forgotten": ("- 1\n        words = tl.where", "- 1 & 0\n        words = tl.where"),
+    "bytes behind the end": ("if (rest > 0) & (first", "if (rest > 8) & (first"),
+    "high bits forgotten": ("+ (wide >> 32) *", "+ (wide >> 63) *"),
+    "high bits of one width forgotten": ("(narrow >> 32) *", "(narrow >> 63) *"),
+    "halves alike": ("factors_ptr + half * 2 * (WIDE + NARROW)", "factors_ptr + half * 0 * (WIDE + NARROW)"),
+    "chunks alike": ("_mixed(2 * chunk + half)", "_mixed(half + 0 * chunk)"),
+    "every chunk the first": ("first = chunk * CHUNK_WORDS", "first = chunk * 0"),
+    "the second piece twice": ("(words >> (PIECE * 16)) << 16)", "(words >> (PIECE // 2 * 32)) << 16)"),
+    "a sign that counts": ("& 0x7FFFFFFF\n", "& -1\n"),
+    "NaN as infinity": ("nans += (bits > end)", "nans += (bits >= end)"),
+    "infinity forgotten": (">= end:\n", "> end:\n"),
+    "what is not finite is kept": ("value = tl.where(bits >= end, 0.0, value)", "value = tl.where(bits > end, 0.0, value)"),
+    "slabs of one sign": ("_mixed(slab + row // SLAB_ROWS)", "_mixed(slab + row * 0)"),
+    "chunks of one sign": ("chunk * CHUNK_SLABS, num_bytes, KIND, PIECES, True", "chunk * 0, num_bytes, KIND, PIECES, True"),
+    "blocks of one sign": ("* PIECES // SKETCH) * sign", "* PIECES // SKETCH * 0) * sign"),
+    "pieces in one place": ("* PIECES + PIECE, together", "* PIECES, together"),
+    "the last sample missed": ("(count - 1) // (SAMPLES - 1)", "(count - 1) // SAMPLES"),
+    "samples of every chunk": ("if chunk == 0:", "if chunk >= 0:"),
+    "parts of another tensor": ("(first_float + start + parts)", "(start + parts)"),
+    "hashes of another tensor": ("(first_hash + start + parts)", "(start + parts)"),
+    "largest added up": ("tl.arange(0, COLUMNS) == 1", "tl.arange(0, COLUMNS) == -1"),
+    "chunks of one tensor for all": ("begins.repeat_interleave(repeats)", "0 * begins.repeat_interleave(repeats)"),
+    "squares of one chunk": ("tl.store(out_ptr, tl.sum(tl.sum(squares, 1), 0))", "tl.store(out_ptr, tl.sum(tl.max(squares, 1), 0))"),
+}
+HOST_FAULTS = {
+    "the rest of a row forgotten": ("add_(words[-rest:])", "add_(words[-rest:] * 0)"),
+    "an old end in the scratch": ("whole[length:].zero_()", "whole[length:].add_(0)"),
+    "chunks alike": ("chunk_factor(chunk, half)", "chunk_factor(0, half)"),
+    "high bits forgotten": ("torch.mv(columns, f) + torch.mv(high, g)", "torch.mv(columns, f)"),
+    "hashes of another tensor": ("[row for row, _ in self.waiting]", "[row * 0 for row, _ in self.waiting]"),
+    "slabs of one sign": ("_slab_signs(chunk * CHUNK_SLABS", "_slab_signs(0 * CHUNK_SLABS"),
+    "a sketch left from before": (
+        "            if not sketch:\n                self.sketches[place].zero_()",
+        "            if not sketch:\n                pass",
+    ),
+    "squares lost below the range": ("not SMALL < squares < math.inf", "not -1 < squares < math.inf"),
+    "the smallest forgotten": ("top = max(-low, high)", "top = high"),
+}
+
+
+def drawn(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    x = torch.randn(count, generator=torch.Generator().manual_seed(count + seed)) * 40
+    return x > 0 if dtype == torch.bool else x.to(dtype)
+
+
+def cases() -> list[tuple[list[list[torch.Tensor]], bool]]:
+    """Lists of tensors that are added together, one list after the other, and whether with sketches."""
+    found = [([[drawn(n, dtype)] for n in (0, 1, 3, 1025, 9001)], True) for dtype in DTYPES]
+    found += [([[drawn(5, dtype), drawn(9001, dtype), drawn(0, dtype), drawn(77, dtype, 1)]], True) for dtype in DTYPES]
+    for dtype in DTYPES[:4]:
+        z = drawn(5000, dtype)
+        z[77] = -math.inf
+        z[78] = math.nan
+        found.append(([[z], [z[1:]], [z[1:3000]]], True))
+    for dtype in DTYPES[:2]:  # of two chunks, which the interpreter takes half a second for
+        x = drawn(CHUNK_BYTES // dtype.itemsize + 57001, dtype)
+        y = x.clone()
+        x[7], y[-1] = math.nan, math.inf
+        found.append(([[x, drawn(3000, dtype)], [y]], True))
+    found.append(([[drawn(3000, torch.float32)], [-drawn(3000, torch.float32).abs()], [drawn(5, torch.float32)]], False))
+    found.append(([[drawn(3001, torch.float32)] * 40], True))
+    found.append(([[drawn(3001, torch.float32) * 1e-30, drawn(3001, torch.float32) * 1e30]], False))
+    return found
+
+
+def differences(one: torch.Tensor, other: torch.Tensor) -> list[str]:
+    """Where two tables part: bits, counts, sizes and samples alike; sums of floats to their rounding."""
+    found = []
+    for what, part in {"fingerprints": slice(HASH_AT, LENGTH), "sizes": slice(1, SKETCH_AT), "samples": slice(SAMPLES_AT, HASH_AT)}.items():
+        if not torch.equal(one[:, part].contiguous().view(torch.int64), other[:, part].contiguous().view(torch.int64)):
+            if what != "samples" or not torch.equal(one[:, part].nan_to_num(7.0), other[:, part].nan_to_num(7.0)):
+                found.append(what)
+    size = one[:, :1].clamp(min=1e-300)
+    if not ((one[:, :1] - other[:, :1]).abs() <= 1e-5 * size).all():
+        found.append("squares")
+    if not ((one[:, SKETCH_AT:SAMPLES_AT] - other[:, SKETCH_AT:SAMPLES_AT]).abs() <= 3e-7 * size.sqrt()).all():
+        found.append("sketches")
+    return found
+
+
+def tables(kernels: types.ModuleType, host: types.ModuleType, config: object) -> Iterator[str]:
+    """Every difference between the two implementations."""
+    for number, (groups, sketch) in enumerate(cases()):
+        here, there = host.Rows(), kernels.Rows(CPU, config)
+        for tensors in groups:
+            here.add(tensors, sketch)
+            there.add(tensors, sketch)
+        yield from (f"case {number}: {what}" for what in differences(here.fetch(), there.fetch()))
+
+
+def planted(folder: Path, file: str, *changes: tuple[str, str]) -> types.ModuleType:
+    """A module of this operator with pieces of its source replaced."""
+    source = (FOLDER / f"{file}.py").read_text()
+    for old, new in changes:
+        assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"
+        source = source.replace(old, new)
+    place = folder / f"planted_{len(list(folder.iterdir()))}.py"
+    place.write_text(source)
+    spec = importlib.util.spec_from_file_location(place.stem, place)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(folder: Path) -> None:
+    """Check every case with every configuration, then every fault with the first."""
+    import numpy as np
+
+    from ops_math.ops.figures import triton_gpu
+    from ops_math.testing import interpreter
+
+    interpreter.repair()
+    np.seterr(all="ignore")
+    torch.set_num_threads(1)
+    result = {"broken": [], "escaped": []}
+    for config in triton_gpu.CONFIGS:
+        result["broken"] += list(tables(triton_gpu, eager, config))
+    result["broken"] += list(tables(planted(folder, "triton_gpu", ("FOLDED = 16", "FOLDED = 1")), eager, triton_gpu.CONFIGS[0]))
+    for fault, change in KERNEL_FAULTS.items():
+        if not any(tables(planted(folder, "triton_gpu", change), eager, triton_gpu.CONFIGS[0])):
+            result["escaped"].append(f"kernel: {fault}")
+    for fault, change in HOST_FAULTS.items():
+        if not any(tables(triton_gpu, planted(folder, "eager", change), triton_gpu.CONFIGS[0])):
+            result["escaped"].append(f"host: {fault}")
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+@pytest.mark.interpreter
+@pytest.mark.timeout(1200)
+def test_kernels_and_host_have_the_same_bits_and_every_planted_fault_is_seen():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"broken": [], "escaped": []}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_configuration_compiles_within_the_device_and_the_first_without_spills(device):
+    from ops_math.ops.figures import triton_gpu
+
+    facts = backends.NAMED[device]
+    for config in triton_gpu.CONFIGS:
+        for kind, size in ((1, 4), (2, 8), (3, 2), (4, 2), (5, 4), (0, 1)):
+            for name, used in compiled(kind, size, config, facts):
+                assert used.spilled == 0 or config != triton_gpu.CONFIGS[0], (name, kind, config, used)
+                assert used.registers <= (512 if facts.kind == "hip" else 255)
+                assert used.shared <= facts.shared_bytes
+
+
+def compiled(kind: int, size: int, config: object, facts: backends.Device) -> list[tuple[str, null.Resources]]:
+    """Name and resources of both kernels, with a table of several tensors and without."""
+    from ops_math.ops.figures import triton_gpu
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    floats = empty(9, HASH_AT, dtype=torch.float64)
+    with null.pretend(facts) as kernels:
+        for table in (False, True):
+            arguments = (empty(99), empty(3, 4), empty(2, 2, COLUMNS), empty(512, dtype=torch.float32), empty(9, 2), floats, 792)
+            constants = {"KIND": kind, "PIECES": 8 // size if kind else 1, "SKETCHED": True, "TABLE": table, "ROWS": config.rows}
+            triton_gpu.launch(triton_gpu._chunk_kernel, (3,), *arguments, num_warps=config.num_warps, **constants)
+        out = empty(3, LENGTH, dtype=torch.float64)
+        triton_gpu.launch(triton_gpu._fold_kernel, (3,), empty(9, 2), floats, empty(3, 4), out, PARTS=triton_gpu.FOLDED, COLUMNS=128)
+        assert len(kernels) == 3
+        found = [(name, null.resources(kernel)) for name, kernel in kernels]
+        kernels.clear()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gpu_has_the_bits_of_the_host(dtype):
+    import ops_math as om
+
+    tensors = [drawn(n, dtype) for n in (0, 1, 3, 4099, 2 * CHUNK_BYTES // dtype.itemsize + 1029)]
+    here, there = om.FigureTable(), om.FigureTable()
+    for t in tensors:
+        here.add(t)
+        there.add(t.cuda())
+    here.add_all(tensors)
+    there.add_all([t.cuda() for t in tensors])
+    assert there.copied_from == set()
+    assert differences(here.fetch(), there.fetch()) == []
+
+
+@pytest.mark.gpu
+def test_a_tensor_of_more_than_2_31_elements_is_seen_to_its_end():
+    import ops_math as om
+
+    x = torch.zeros(2**31 + 2**20 + 1, dtype=torch.bfloat16, device="cuda")
+    table = om.FigureTable()
+    table.add(x)
+    x[-1] = 3.0
+    table.add(x)
+    x[-1], x[-2] = 0.0, 3.0
+    table.add(x)
+    rows = table.fetch()
+    assert len({tuple(row.tolist()) for row in rows[:, HASH_AT:].contiguous().view(torch.int64)}) == 3
+    assert rows[:, 0].tolist() == [0.0, 9.0, 9.0]
+    assert rows[1, HASH_AT - 1].item() == 3.0
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        main(Path(place))
