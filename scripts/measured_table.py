@@ -35,7 +35,12 @@ class Model(NamedTuple):
 
 MODELS = (
     Model("llama-1b", "bf16", "tokens", (("packed+adamw", ""), ("packed+lean+adamw", "norms made again"))),
-    Model("bert-large", "bf16 autocast, dropout 0.1", "samples", (("ops+adamw", ""), ("ops+graphed+adamw", "as one graph"))),
+    Model(
+        "bert-large",
+        "bf16 autocast, dropout 0.1",
+        "samples",
+        (("ops+adamw", ""), ("ops+lean+graphed+adamw", "norms made again, one graph")),
+    ),
     Model("llama-tiny", "fp32", "tokens", gradients=False),
 )
 
@@ -74,10 +79,15 @@ def last(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
 
 
 def together(rows: list[dict[str, Any]], model: str, variants: Sequence[str] = ("ops",)) -> list[dict[str, Any]]:
-    """Plain PyTorch and variants of the newest run of the first of them: figures of two runs are never put side by side."""
-    ours = last(rows, benchmark="step", model=model, variant=variants[0])
-    same = {k: ours[k] for k in ("commit", "command", "device")}
-    return [last(rows, benchmark="step", model=model, variant=variant, **same) for variant in ("plain", *variants)]
+    """Plain PyTorch and variants of the newest run that has them all: figures of two runs are never put side by side."""
+    wanted = ("plain", *variants)
+    steps = [row for row in rows if row.get("benchmark") == "step" and row["model"] == model]
+    for one in reversed(steps):
+        run = {key: one[key] for key in ("commit", "command", "device")}.items()
+        found = {row["variant"]: row for row in steps if run <= row.items()}
+        if set(wanted) <= set(found):
+            return [found[variant] for variant in wanted]
+    raise MissingResultError(f"{STEPS}: no run of {model} has {', '.join(wanted)}")
 
 
 def step_rows(rows: list[dict[str, Any]], model: Model) -> list[Row]:
@@ -151,14 +161,15 @@ def table(read: Callable[[str], list[str]] = lambda name: (RESULTS / name).read_
     norms, attention = read(NORMS), read(ATTENTION)
     shown = [row for model in MODELS for row in step_rows(rows, model)]
     shown += [adamw_row(rows), norm_row(norms), attention_row(attention)]
-    ran = []
+    ran, dates = [], set()
     for model in MODELS:
         facts = together(rows, model.name, [variant for variant, _ in model.variants])[1]
+        dates.add(facts["date"])
         size = f"{facts['batch']} x {facts['seq']} tokens"
         names = ",".join(["plain", *(variant for variant, _ in model.variants)])
         ran.append(f"`--model {model.name} --variants {names}` ({size}, {model.words}; {facts['commit'].split()[0]})")
-    facts = last(rows, benchmark="step", model=MODELS[0].name, variant=MODELS[0].variants[0][0])
-    live = f"One {facts['device']}, torch {facts['torch'].split('+')[0]}, Triton {facts['triton']}, {facts['date']}."
+    facts = together(rows, MODELS[0].name, [variant for variant, _ in MODELS[0].variants])[1]
+    live = f"One {facts['device']}, torch {facts['torch'].split('+')[0]}, Triton {facts['triton']}, {' and '.join(sorted(dates))}."
     head = f"{live} Whole steps, interleaved in one run of `python benchmarks/steps.py`: " + "; ".join(ran) + "."
     command = last(rows, benchmark="optimizer", model="llama1b", kind="bf16", variant="ours")["command"].split(" --results")[0]
     foot = (
