@@ -8,11 +8,14 @@ belongs to the ends as well, so that the body has no idle lanes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 import triton
 import triton.language as tl
 
-from ops_math.spec import next_power_of_2
+from ops_math.layout import alignment
+from ops_math.spec import Device, next_power_of_2
 
 LEAST = 64  # columns; in narrower rows the ends are most of the work
 GROUP = 8  # values; 16 bytes of 16 bits each
@@ -33,6 +36,33 @@ def widths(num_cols: int) -> tuple[int, int]:
 def num_tiles(rows: int, block_m: int) -> int:
     """Tiles of `block_m` rows eight apart, a multiple of eight."""
     return GROUP * -(-rows // (GROUP * block_m))
+
+
+def off_grid(num_cols: int, near: bool = True) -> bool:
+    """Whether rows can start anywhere; or, where `near` counts, at some places alone, and are little wider than a power of two."""
+    step = alignment(num_cols)
+    return num_cols >= LEAST and (step == 1 or (near and step < 16 and widths(num_cols)[0] < num_cols))
+
+
+def persistent(
+    rows: int, num_cols: int, wishes: Iterable[tuple[int, int, int, bool]], device: Device, warps_a_core: int
+) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Rows and columns of a body, warps, programs, stages and columns of the ends, of each wish that is legal, once.
+
+    A wish is values a tile, values a thread, stages, and whether there is one program for each tile. Else programs are persistent, since
+    each loads the parameters value by value: as many as the registers hold, which is `warps_a_core`.
+    """
+    lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
+    block_n, ends = widths(num_cols)
+    seen = set()
+    for tile, values, num_stages, single in wishes:
+        block_m = max(1, min(tile // block_n, 16, next_power_of_2(rows // device.num_cores)))  # few rows are spread over all cores
+        num_warps = min(max(block_m * block_n // (values * lanes), 1), most_warps)
+        tiles, most = max(num_tiles(rows, block_m), 8), max(device.num_cores * max(warps_a_core // num_warps, 1) // 8 * 8, 8)
+        found = (block_m, block_n, num_warps, tiles if single else min(tiles, most), num_stages, ends)
+        if found not in seen and block_m * block_n <= 32 * num_warps * lanes and (device.kind != "hip" or num_stages == 1):
+            seen.add(found)
+            yield found
 
 
 def same_cut(num_cols: int, *matrices: torch.Tensor | None) -> bool:
@@ -64,3 +94,18 @@ def rows_of(tile, BLOCK_M: tl.constexpr):
 def body_offsets(begin, lanes):
     """Offsets [BLOCK_M, BLOCK_N] of the bodies of rows that begin at `begin` [BLOCK_M], so that the compiler sees the boundaries."""
     return ((begin + 7) // 8 * 8)[:, None] + lanes
+
+
+@triton.jit
+def load_part(ptr, offsets, mask):
+    """Values in fp32, zero where masked."""
+    return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def summed_part(x_ptr, residual_ptr, total_ptr, x_offsets, residual_offsets, mask):
+    """What is normalised: x, or x + residual as it is rounded when stored."""
+    x = load_part(x_ptr, x_offsets, mask)
+    if residual_ptr is not None:
+        x = (x + load_part(residual_ptr, residual_offsets, mask)).to(total_ptr.dtype.element_ty).to(tl.float32)
+    return x

@@ -9,22 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ops_math.ops._tiles.ends import body_offsets, cut_of, end_columns, rows_of
-
-
-@triton.jit
-def _tile(ptr, offsets, mask):
-    """Values in fp32, zero where masked."""
-    return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _summed(x_ptr, residual_ptr, total_ptr, x_offsets, residual_offsets, mask):
-    """What is normalised: x, or x + residual as it is rounded when stored."""
-    x = _tile(x_ptr, x_offsets, mask)
-    if residual_ptr is not None:
-        x = (x + _tile(residual_ptr, residual_offsets, mask)).to(total_ptr.dtype.element_ty).to(tl.float32)
-    return x
+from ops_math.ops._tiles.ends import body_offsets, cut_of, end_columns, load_part, rows_of, summed_part
 
 
 @triton.jit
@@ -49,16 +34,16 @@ def _fwd_kernel(
     in_body, in_ends = lanes < whole, (tl.arange(0, ENDS) < num_cols - whole)[:, None]
     weight, end_weight, bias, end_bias = None, None, None, None
     if weight_ptr is not None:
-        weight, end_weight = _tile(weight_ptr, head + lanes, in_body), _tile(weight_ptr, end_cols, in_ends)
+        weight, end_weight = load_part(weight_ptr, head + lanes, in_body), load_part(weight_ptr, end_cols, in_ends)
     if bias_ptr is not None:
-        bias, end_bias = _tile(bias_ptr, head + lanes, in_body), _tile(bias_ptr, end_cols, in_ends)
+        bias, end_bias = load_part(bias_ptr, head + lanes, in_body), load_part(bias_ptr, end_cols, in_ends)
     for tile in tl.range(tl.program_id(0), 8 * tl.cdiv(num_rows, 8 * BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = rows_of(tile, BLOCK_M)
         body_mask, end_mask = (rows < num_rows)[:, None] & in_body, (rows < num_rows)[None, :] & in_ends
         x_begin, residual_begin, begin = rows * x_stride, rows * residual_stride, rows * num_cols
 
-        x = _summed(x_ptr, residual_ptr, total_ptr, body_offsets(x_begin, lanes), body_offsets(residual_begin, lanes), body_mask)
-        ends = _summed(x_ptr, residual_ptr, total_ptr, x_begin[None, :] + end_cols, residual_begin[None, :] + end_cols, end_mask)
+        x = summed_part(x_ptr, residual_ptr, total_ptr, body_offsets(x_begin, lanes), body_offsets(residual_begin, lanes), body_mask)
+        ends = summed_part(x_ptr, residual_ptr, total_ptr, x_begin[None, :] + end_cols, residual_begin[None, :] + end_cols, end_mask)
 
         mean = (tl.sum(x, 1) + tl.sum(ends, 0)) / num_cols
         centred, end_centred = tl.where(in_body, x - mean[:, None], 0.0), tl.where(in_ends, ends - mean[None, :], 0.0)
@@ -74,7 +59,7 @@ def _fwd_kernel(
 def _store_gradient(dtotal_ptr, dx_ptr, dsum_ptr, offsets, dsum_offsets, mask, g, xhat, rstd, g_mean, dot_mean):
     dtotal = (g - g_mean - xhat * dot_mean) * rstd
     if dsum_ptr is not None:
-        dtotal += _tile(dsum_ptr, dsum_offsets, mask)
+        dtotal += load_part(dsum_ptr, dsum_offsets, mask)
     if dtotal_ptr is not None:
         tl.store(dtotal_ptr + offsets, dtotal.to(dtotal_ptr.dtype.element_ty), mask=mask)
     if dx_ptr is not None:
@@ -91,7 +76,7 @@ def _bwd_kernel(
     lanes, end_cols = tl.arange(0, BLOCK_N)[None, :], end_columns(head, whole, ENDS)[:, None]
     in_body, in_ends = lanes < whole, (tl.arange(0, ENDS) < num_cols - whole)[:, None]
     if weight_ptr is not None:
-        weight, end_weight = _tile(weight_ptr, head + lanes, in_body), _tile(weight_ptr, end_cols, in_ends)
+        weight, end_weight = load_part(weight_ptr, head + lanes, in_body), load_part(weight_ptr, end_cols, in_ends)
     dw, end_dw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([ENDS, BLOCK_M], tl.float32)
     db, end_db = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([ENDS, BLOCK_M], tl.float32)
     for tile in tl.range(tl.program_id(0), 8 * tl.cdiv(num_rows, 8 * BLOCK_M), tl.num_programs(0), num_stages=STAGES):
@@ -101,10 +86,10 @@ def _bwd_kernel(
 
         mean = tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)
-        total = _tile(total_ptr, body_offsets(total_begin, lanes), body_mask)
-        g = _tile(dy_ptr, body_offsets(dy_begin, lanes), body_mask)
-        end_total = _tile(total_ptr, total_begin[None, :] + end_cols, end_mask)
-        end_g = _tile(dy_ptr, dy_begin[None, :] + end_cols, end_mask)
+        total = load_part(total_ptr, body_offsets(total_begin, lanes), body_mask)
+        g = load_part(dy_ptr, body_offsets(dy_begin, lanes), body_mask)
+        end_total = load_part(total_ptr, total_begin[None, :] + end_cols, end_mask)
+        end_g = load_part(dy_ptr, dy_begin[None, :] + end_cols, end_mask)
 
         xhat, end_xhat = (total - mean[:, None]) * rstd[:, None], (end_total - mean[None, :]) * rstd[None, :]
         if dw_ptr is not None:

@@ -16,7 +16,7 @@ import triton.language as tl
 from ops_math.backends.launch import launch
 from ops_math.dispatch import absent
 from ops_math.layout import alignment, as_rows
-from ops_math.ops._tiles.ends import LEAST, num_tiles, same_cut, widths
+from ops_math.ops._tiles.ends import off_grid, persistent, same_cut, widths
 from ops_math.ops._tiles.rows import rms_norm_gradient
 from ops_math.ops.rms_norm import triton_gpu_ends as cut
 from ops_math.ops.rms_norm.problem import RmsNormProblem
@@ -59,8 +59,7 @@ def _is_wide(p: RmsNormProblem, phase: str) -> bool:
 def _is_cut(p: RmsNormProblem, phase: str) -> bool:
     """Whether cutting rows at the 16-byte grid pays: where they can start anywhere, and forward where they are little wider than a power
     of two (H200, 1,164 columns: 0.94 of a copy forward where uncut rows reach 0.76, but 0.60 backward where they reach 0.85)."""
-    off_grid = alignment(p.cols) == 1 or (phase == "fwd" and alignment(p.cols) < 16 and widths(p.cols)[0] < p.cols)
-    return off_grid and LEAST <= p.cols <= WIDEST[phase]
+    return off_grid(p.cols, near=phase == "fwd") and p.cols <= WIDEST[phase]
 
 
 def passes(p: RmsNormProblem, phase: str) -> float:
@@ -74,9 +73,8 @@ def configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]
 
 
 def _cut_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
-    """Rows cut at the 16-byte grid. Programs are persistent, since each loads the weight value by value."""
-    lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
-    block_n, ends = widths(p.cols)
+    """Rows cut at the 16-byte grid."""
+    block_n, _ = widths(p.cols)
     # Values a tile, values a thread, stages, whether there is one program for each tile; in the order that an H200 measured (bf16,
     # 2026-11-30). Rows loaded ahead spill where few registers are left (sm_90: at 16,384 forward 24 bytes, at 8,192 backward 8).
     if phase == "fwd":
@@ -93,16 +91,8 @@ def _cut_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config,
             wishes = ((1024, 16, 1, False), (1024, 32, 1, False))
         elif block_n <= 256:
             wishes = ((1024, 8, 1, False), (1024, 8, 2, False), (2048, 8, 1, False), (2048, 16, 1, False), (1024, 16, 1, False))
-    found: list[Config] = []
-    for tile, values, num_stages, single in wishes:
-        block_m = max(1, min(tile // block_n, 16, next_power_of_2(p.rows // device.num_cores)))  # few rows are spread over all cores
-        num_warps = min(max(block_m * block_n // (values * lanes), 1), most_warps)
-        per_core = max((32 if phase == "fwd" else 16) // num_warps, 1)  # as many as the registers hold
-        tiles, most = max(num_tiles(p.rows, block_m), 8), max(device.num_cores * per_core // 8 * 8, 8)
-        config = Config(block_m, block_n, num_warps, tiles if single else min(tiles, most), num_stages, ends)
-        if config not in found and block_m * block_n <= 32 * num_warps * lanes and (device.kind != "hip" or num_stages == 1):
-            found.append(config)
-    return tuple(found)
+    fields = persistent(p.rows, p.cols, wishes, device, 32 if phase == "fwd" else 16)
+    return tuple(Config(*each) for each in fields)
 
 
 def invariant_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]:

@@ -10,22 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ops_math.ops._tiles.ends import body_offsets, cut_of, end_columns, rows_of
-
-
-@triton.jit
-def _tile(ptr, offsets, mask):
-    """Values in fp32, zero where masked."""
-    return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _summed(x_ptr, residual_ptr, total_ptr, x_offsets, residual_offsets, mask):
-    """What is normalised: x, or x + residual as it is rounded when stored."""
-    x = _tile(x_ptr, x_offsets, mask)
-    if residual_ptr is not None:
-        x = (x + _tile(residual_ptr, residual_offsets, mask)).to(total_ptr.dtype.element_ty).to(tl.float32)
-    return x
+from ops_math.ops._tiles.ends import body_offsets, cut_of, end_columns, load_part, rows_of, summed_part
 
 
 @triton.jit
@@ -48,15 +33,15 @@ def _fwd_kernel(
     in_body, in_ends = lanes < whole, (tl.arange(0, ENDS) < num_cols - whole)[:, None]
     weight, end_weight = None, None
     if weight_ptr is not None:
-        weight = _tile(weight_ptr, head + lanes, in_body) + weight_offset
-        end_weight = _tile(weight_ptr, end_cols, in_ends) + weight_offset
+        weight = load_part(weight_ptr, head + lanes, in_body) + weight_offset
+        end_weight = load_part(weight_ptr, end_cols, in_ends) + weight_offset
     for tile in tl.range(tl.program_id(0), 8 * tl.cdiv(num_rows, 8 * BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = rows_of(tile, BLOCK_M)
         body_mask, end_mask = (rows < num_rows)[:, None] & in_body, (rows < num_rows)[None, :] & in_ends
         x_begin, residual_begin, begin = rows * x_stride, rows * residual_stride, rows * num_cols
 
-        x = _summed(x_ptr, residual_ptr, total_ptr, body_offsets(x_begin, lanes), body_offsets(residual_begin, lanes), body_mask)
-        ends = _summed(x_ptr, residual_ptr, total_ptr, x_begin[None, :] + end_cols, residual_begin[None, :] + end_cols, end_mask)
+        x = summed_part(x_ptr, residual_ptr, total_ptr, body_offsets(x_begin, lanes), body_offsets(residual_begin, lanes), body_mask)
+        ends = summed_part(x_ptr, residual_ptr, total_ptr, x_begin[None, :] + end_cols, residual_begin[None, :] + end_cols, end_mask)
 
         rstd = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(ends * ends, 0)) / num_cols + eps)
 
@@ -69,7 +54,7 @@ def _fwd_kernel(
 def _store_gradient(dx_ptr, dsum_ptr, offsets, dsum_offsets, mask, g, xhat, rstd, dot_mean):
     dx = (g - xhat * dot_mean) * rstd
     if dsum_ptr is not None:
-        dx += _tile(dsum_ptr, dsum_offsets, mask)
+        dx += load_part(dsum_ptr, dsum_offsets, mask)
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
@@ -82,8 +67,8 @@ def _bwd_kernel(
     lanes, end_cols = tl.arange(0, BLOCK_N)[None, :], end_columns(head, whole, ENDS)[:, None]
     in_body, in_ends = lanes < whole, (tl.arange(0, ENDS) < num_cols - whole)[:, None]
     if weight_ptr is not None:
-        weight = _tile(weight_ptr, head + lanes, in_body) + weight_offset
-        end_weight = _tile(weight_ptr, end_cols, in_ends) + weight_offset
+        weight = load_part(weight_ptr, head + lanes, in_body) + weight_offset
+        end_weight = load_part(weight_ptr, end_cols, in_ends) + weight_offset
     # Rows a tile are added last: between warps a sum in each turn would take longer than the row.
     dw, end_dw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([ENDS, BLOCK_M], tl.float32)
     for tile in tl.range(tl.program_id(0), 8 * tl.cdiv(num_rows, 8 * BLOCK_M), tl.num_programs(0), num_stages=STAGES):
@@ -92,10 +77,10 @@ def _bwd_kernel(
         dy_begin, dsum_begin, x_begin, begin = rows * dy_stride, rows * dsum_stride, rows * x_stride, rows * num_cols
 
         rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)
-        xhat = _tile(x_ptr, body_offsets(x_begin, lanes), body_mask) * rstd[:, None]
-        g = _tile(dy_ptr, body_offsets(dy_begin, lanes), body_mask)
-        end_xhat = _tile(x_ptr, x_begin[None, :] + end_cols, end_mask) * rstd[None, :]
-        end_g = _tile(dy_ptr, dy_begin[None, :] + end_cols, end_mask)
+        xhat = load_part(x_ptr, body_offsets(x_begin, lanes), body_mask) * rstd[:, None]
+        g = load_part(dy_ptr, body_offsets(dy_begin, lanes), body_mask)
+        end_xhat = load_part(x_ptr, x_begin[None, :] + end_cols, end_mask) * rstd[None, :]
+        end_g = load_part(dy_ptr, dy_begin[None, :] + end_cols, end_mask)
 
         if dw_ptr is not None:
             dw += g * xhat

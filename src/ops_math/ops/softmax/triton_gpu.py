@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ops_math.backends.launch import launch
 from ops_math.layout import alignment, as_rows
-from ops_math.ops._tiles.ends import LEAST, num_tiles, same_cut, widths
+from ops_math.ops._tiles.ends import num_tiles, off_grid, same_cut, widths
 from ops_math.ops.softmax import triton_gpu_ends as cut
 from ops_math.ops.softmax.problem import SoftmaxProblem
 from ops_math.spec import DTYPE_OF, Device, cdiv, next_power_of_2
@@ -39,8 +39,7 @@ def supports(p: SoftmaxProblem, device: Device, phase: str) -> str | None:
 def configs(p: SoftmaxProblem, device: Device, phase: str) -> tuple[Config, ...]:
     """The legal configurations, best guess first: rows cut at the 16-byte grid where they start off it or are little wider than a power
     of two, and the others."""
-    off_grid = alignment(p.cols) == 1 or (alignment(p.cols) < 16 and widths(p.cols)[0] < p.cols)
-    if not (off_grid and LEAST <= p.cols <= WIDEST):
+    if p.cols > WIDEST or not off_grid(p.cols):
         return invariant_configs(p, device, phase)
     lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
     block_n, ends = widths(p.cols)
