@@ -2,7 +2,7 @@
 #   make demo          train the same model in plain PyTorch and with ops-math, and open the report
 #   make test          lint, types and all tests that need no GPU
 #   make full          make test and what it only samples: more dtypes, more planted causes
-#   make fast          the tests that run before each commit, under a minute
+#   make fast          the tests that run before each commit, two minutes on two cores
 #   make gpu           the tests that need a GPU
 #   make lint types docs clean
 # PYTHON=python3.12 picks the interpreter (a torch that it already has is used), TORCH_SPEC=torch==2.12.0 another torch.
