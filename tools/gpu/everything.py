@@ -3,7 +3,7 @@
     PYTHONPATH=src:. python tools/gpu/everything.py --out build/gpu [--only suite,steps,optimizer,...] [--list]
 
 A command that fails or runs out of time is named, and the next one goes on. Rows are appended to `OUT/rows.jsonl`, to be looked at and then
-moved to benchmarks/results. About twenty minutes on an H200 with sixteen CPU cores.
+moved to benchmarks/results. About half an hour on an H200 with sixteen CPU cores.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def jobs(rows: Path, out: Path) -> list[Job]:
         Job("consistency", "figures sweep", "tools/gpu/figures_sweep.py", 60, 40),
         Job("optimizer", "optimizer sweep", f"benchmarks/optimizer.py --sweep --results {rows}", 150, 30),
         Job("attention", "attention sweep", "tools/gpu/attention_sweep.py vendor fwd bwd", 120, 60),
+        Job("attention", "documents", "tools/gpu/attention_documents.py", 100, 45),
+        Job("elementwise", "elementwise sweep", "tools/gpu/elementwise_sweep.py", 90, 60),
         Job("norms", "norm sweep", "tools/gpu/norm_sweep.py", 150, 60),
+        Job("norms", "norm sweep of odd widths", "tools/gpu/norm_sweep.py --odd", 130, 60),
         Job("losses", "loss sweep", "tools/gpu/cross_entropy_sweep.py", 150, 60),
         Job("calibrate", "calibrate llama-1b", f"{calibrate} --model llama-1b --export {out / 'llama.json'}", 150, 20),
         Job("calibrate", "calibrate bert-large", f"{calibrate} --model bert-large --export {out / 'bert.json'}", 150, 20),
