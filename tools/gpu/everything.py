@@ -3,7 +3,7 @@
     PYTHONPATH=src:. python tools/gpu/everything.py --out build/gpu [--only suite,steps,optimizer,...] [--list]
 
 A command that fails or runs out of time is named, and the next one goes on. Rows are appended to `OUT/rows.jsonl`, to be looked at and then
-moved to benchmarks/results. About half an hour on an H200 with sixteen CPU cores.
+moved to benchmarks/results.
 """
 
 from __future__ import annotations
