@@ -13,6 +13,8 @@ pytest.importorskip("triton", reason="missing capability: Triton")
 from ops_math import backends, catalog
 from ops_math.backends import null
 from ops_math.spec import DTYPE_OF
+from ops_math.testing import Draw
+from ops_math.testing.crosscompile import calls_of, like_on
 
 DEVICE = backends.NAMED["h100"]
 NARROW = {"fp32": "b32", "bf16": "b16", "fp16": "b16"}
@@ -105,3 +107,20 @@ def test_the_aligned_walk_has_no_tail():
 def test_dropout_walks_rows_off_eights_flat_and_rows_of_more_tiles_than_a_grid_has(rows, cols, kernel):
     state = torch.empty(3, dtype=torch.int64, device="meta")
     assert [name for name, _ in kernels("dropout", "fwd", matrix("bf16", rows, cols), state, 0.1)] == [kernel]
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "softmax", "dropout"])
+def test_a_stride_beyond_2_to_the_31_reaches_the_kernel_whole(name, monkeypatch):
+    operator, stride = catalog.operators()[name], 2**31 + 8
+    target = next(i for i in operator.implementations() if i.name == "triton_gpu")
+    case = next(c for c in operator.file("problem").CASES if c.fn == name and len(c.make(Draw(1, "bf16")).args[0].shape) == 2)
+    call = calls_of(operator, case, "bf16")[0]
+    tensors = [like_on(t, "meta") for t in call.args[: operator.phases["fwd"].num_tensors]]
+    tensors[0] = torch.empty_strided((3, 1000), (stride, 1), dtype=torch.bfloat16, device="meta")
+    problem = operator.phases["fwd"].problem_of(*call.args)._replace(rows=3, cols=1000)
+    handed = []
+    monkeypatch.setattr(target.module, "launch", lambda kernel, grid, *args, **constants: handed.append((args, constants["ALIGN"])))
+    target.launcher("fwd")(problem, target.module.configs(problem, backends.NAMED["h100"], "fwd")[0], *tensors)
+    args, align = handed[0]
+    assert align == 8
+    assert stride in [a for a in args if type(a) is int]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="needs Triton")
+triton = pytest.importorskip("triton", reason="missing capability: Triton")
 
 import triton.language as tl  # noqa: E402
 

@@ -19,6 +19,7 @@ from ops_math.layout import alignment, as_rows
 from ops_math.ops._tiles.ends import off_grid, persistent, same_cut, widths
 from ops_math.ops._tiles.philox import keep_tile
 from ops_math.ops._tiles.rows import layer_norm_gradient, merged_moments, moments
+from ops_math.ops._tiles.walk import multiple_of
 from ops_math.ops.layer_norm import triton_gpu_ends as cut
 from ops_math.ops.layer_norm.problem import LayerNormProblem, total_dtype
 from ops_math.rng import honoured, threshold
@@ -174,7 +175,7 @@ def _fwd_kernel(
     num_rows, num_cols, x_stride, residual_stride, eps, threshold, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    num_cols, x_stride, residual_stride = num_cols * ALIGN, x_stride * ALIGN, residual_stride * ALIGN
+    num_cols, x_stride, residual_stride = multiple_of(num_cols, ALIGN), multiple_of(x_stride, ALIGN), multiple_of(residual_stride, ALIGN)
     cols = tl.arange(0, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -208,7 +209,7 @@ def _fwd_wide_kernel(
     num_rows, num_cols, x_stride, residual_stride, eps, threshold, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    num_cols, x_stride, residual_stride = num_cols * ALIGN, x_stride * ALIGN, residual_stride * ALIGN
+    num_cols, x_stride, residual_stride = multiple_of(num_cols, ALIGN), multiple_of(x_stride, ALIGN), multiple_of(residual_stride, ALIGN)
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     count, mean, squares = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
     for start in tl.range(0, num_cols, BLOCK_N, num_stages=STAGES):
@@ -259,8 +260,8 @@ def _bwd_kernel(
     num_rows, num_cols, dy_stride, narrow_stride, dsum_stride, total_stride, threshold, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    num_cols, dy_stride, narrow_stride = num_cols * ALIGN, dy_stride * ALIGN, narrow_stride * ALIGN
-    dsum_stride, total_stride = dsum_stride * ALIGN, total_stride * ALIGN
+    num_cols, dy_stride, narrow_stride = multiple_of(num_cols, ALIGN), multiple_of(dy_stride, ALIGN), multiple_of(narrow_stride, ALIGN)
+    dsum_stride, total_stride = multiple_of(dsum_stride, ALIGN), multiple_of(total_stride, ALIGN)
     cols = tl.arange(0, BLOCK_N)
     if weight_ptr is not None:
         weight = _parameter(weight_ptr, cols, num_cols)
@@ -310,8 +311,8 @@ def _bwd_wide_kernel(
     num_rows, num_cols, dy_stride, narrow_stride, dsum_stride, total_stride, threshold, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    num_cols, dy_stride, narrow_stride = num_cols * ALIGN, dy_stride * ALIGN, narrow_stride * ALIGN
-    dsum_stride, total_stride = dsum_stride * ALIGN, total_stride * ALIGN
+    num_cols, dy_stride, narrow_stride = multiple_of(num_cols, ALIGN), multiple_of(dy_stride, ALIGN), multiple_of(narrow_stride, ALIGN)
+    dsum_stride, total_stride = multiple_of(dsum_stride, ALIGN), multiple_of(total_stride, ALIGN)
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     mean, rstd = tl.load(mean_ptr + rows), tl.load(rstd_ptr + rows)
     gs, dots = tl.zeros([1, BLOCK_N], tl.float32), tl.zeros([1, BLOCK_N], tl.float32)
@@ -351,8 +352,8 @@ def _bwd_columns_kernel(
     num_rows, num_cols, dy_stride, narrow_stride, dsum_stride, total_stride, threshold, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    num_cols, dy_stride, narrow_stride = num_cols * ALIGN, dy_stride * ALIGN, narrow_stride * ALIGN
-    dsum_stride, total_stride = dsum_stride * ALIGN, total_stride * ALIGN
+    num_cols, dy_stride, narrow_stride = multiple_of(num_cols, ALIGN), multiple_of(dy_stride, ALIGN), multiple_of(narrow_stride, ALIGN)
+    dsum_stride, total_stride = multiple_of(dsum_stride, ALIGN), multiple_of(total_stride, ALIGN)
     first_col = tl.program_id(1) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     if weight_ptr is not None:
@@ -465,12 +466,12 @@ def launch_fwd(
     else:
         config = _uncut(p, config, "fwd")
         wide = config.block_n < p.cols
-        unit = alignment(*sizes) % 16 or 1  # Triton sees a factor of 16 by itself
+        align = alignment(*sizes)
         launch(
             _fwd_wide_kernel if wide else _fwd_kernel, (p.rows if wide else config.num_programs,),
             x_MN, residual_MN, *parameters, _contiguous(x_bias), state, y, narrow, total, mean, rstd,
-            p.rows, *(n // unit for n in sizes), p.eps, *_mask_scalars(p),
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, ALIGN=unit, num_warps=config.num_warps,
+            p.rows, *sizes, p.eps, *_mask_scalars(p),
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, ALIGN=align, num_warps=config.num_warps,
         )  # fmt: skip
     return y, absent(x) if total is None else total, mean, rstd, absent(x) if narrow is None else narrow
 
@@ -526,22 +527,22 @@ def _launch_uncut_bwd(
     sizes: tuple[int, ...],
 ) -> None:
     """Gradients of rows and partial sums of those of parameters; wide rows first, then the sums, which read the rows' means."""
-    unit = alignment(*sizes) % 16 or 1  # Triton sees a factor of 16 by itself
-    scalars = p.rows, *(n // unit for n in sizes), *_mask_scalars(p)
+    align = alignment(*sizes)
+    scalars = p.rows, *sizes, *_mask_scalars(p)
     if config.block_n >= p.cols:
         launch(
             _bwd_kernel, (config.num_programs,), *inputs, dtotal, dx, *partials, *scalars,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, ALIGN=unit, num_warps=config.num_warps,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, ALIGN=align, num_warps=config.num_warps,
         )  # fmt: skip
         return
     means = torch.empty((p.rows, 2), dtype=torch.float32, device=inputs[3].device)  # type: ignore[union-attr]
     if dtotal is not None or dx is not None or p.need_dx_bias:
         launch(
             _bwd_wide_kernel, (p.rows,), *inputs, dtotal, dx, means, *scalars,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, ALIGN=unit, num_warps=config.num_warps,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, ALIGN=align, num_warps=config.num_warps,
         )  # fmt: skip
     if any(t is not None for t in partials):
         launch(
             _bwd_columns_kernel, (config.num_programs, cdiv(p.cols, COLUMNS_N)), *inputs, means, *partials, *scalars,
-            BLOCK_M=COLUMNS_M, BLOCK_N=COLUMNS_N, ALIGN=unit, num_warps=4,
+            BLOCK_M=COLUMNS_M, BLOCK_N=COLUMNS_N, ALIGN=align, num_warps=4,
         )  # fmt: skip

@@ -18,6 +18,7 @@ from ops_math.dispatch import absent
 from ops_math.layout import alignment, as_rows
 from ops_math.ops._tiles.ends import off_grid, persistent, same_cut, widths
 from ops_math.ops._tiles.rows import rms_norm_gradient
+from ops_math.ops._tiles.walk import multiple_of
 from ops_math.ops.rms_norm import triton_gpu_ends as cut
 from ops_math.ops.rms_norm.problem import RmsNormProblem
 from ops_math.spec import DTYPE_OF, Device, cdiv, next_power_of_2
@@ -163,7 +164,7 @@ def _fwd_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, num_rows, num_cols, x_stride, residual_stride, eps, weight_offset,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    num_cols, x_stride, residual_stride = num_cols * ALIGN, x_stride * ALIGN, residual_stride * ALIGN
+    num_cols, x_stride, residual_stride = multiple_of(num_cols, ALIGN), multiple_of(x_stride, ALIGN), multiple_of(residual_stride, ALIGN)
     cols = tl.arange(0, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -187,7 +188,7 @@ def _fwd_wide_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, num_rows, num_cols, x_stride, residual_stride, eps, weight_offset,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    num_cols, x_stride, residual_stride = num_cols * ALIGN, x_stride * ALIGN, residual_stride * ALIGN
+    num_cols, x_stride, residual_stride = multiple_of(num_cols, ALIGN), multiple_of(x_stride, ALIGN), multiple_of(residual_stride, ALIGN)
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     squares = tl.zeros([1, BLOCK_N], tl.float32)
     for start in tl.range(0, num_cols, BLOCK_N, num_stages=STAGES):
@@ -215,7 +216,8 @@ def _bwd_kernel(
     dy_ptr, dsum_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dw_ptr, num_rows, num_cols, dy_stride, dsum_stride, x_stride, weight_offset,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    num_cols, dy_stride, dsum_stride, x_stride = num_cols * ALIGN, dy_stride * ALIGN, dsum_stride * ALIGN, x_stride * ALIGN
+    num_cols, x_stride = multiple_of(num_cols, ALIGN), multiple_of(x_stride, ALIGN)
+    dy_stride, dsum_stride = multiple_of(dy_stride, ALIGN), multiple_of(dsum_stride, ALIGN)
     cols = tl.arange(0, BLOCK_N)
     if weight_ptr is not None:
         weight = _parameter(weight_ptr, cols, num_cols, weight_offset)
@@ -249,7 +251,8 @@ def _bwd_wide_kernel(
     dy_ptr, dsum_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, num_rows, num_cols, dy_stride, dsum_stride, x_stride, weight_offset,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    num_cols, dy_stride, dsum_stride, x_stride = num_cols * ALIGN, dy_stride * ALIGN, dsum_stride * ALIGN, x_stride * ALIGN
+    num_cols, x_stride = multiple_of(num_cols, ALIGN), multiple_of(x_stride, ALIGN)
+    dy_stride, dsum_stride = multiple_of(dy_stride, ALIGN), multiple_of(dsum_stride, ALIGN)
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     rstd = tl.load(rstd_ptr + rows)
     dots = tl.zeros([1, BLOCK_N], tl.float32)
@@ -280,7 +283,8 @@ def _bwd_wide_sums_kernel(
     dy_ptr, dsum_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dw_ptr, num_rows, num_cols, dy_stride, dsum_stride, x_stride, weight_offset,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    num_cols, dy_stride, dsum_stride, x_stride = num_cols * ALIGN, dy_stride * ALIGN, dsum_stride * ALIGN, x_stride * ALIGN
+    num_cols, x_stride = multiple_of(num_cols, ALIGN), multiple_of(x_stride, ALIGN)
+    dy_stride, dsum_stride = multiple_of(dy_stride, ALIGN), multiple_of(dsum_stride, ALIGN)
     first = tl.program_id(0)
     partial_ptr = dw_ptr + first.to(tl.int64) * num_cols
     if first >= num_rows:  # a piece of a batch may have fewer rows than there are programs
@@ -322,7 +326,7 @@ def _bwd_columns_kernel(
     dy_ptr, x_ptr, rstd_ptr, dw_ptr, num_rows, num_cols, dy_stride, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    num_cols, dy_stride, x_stride = num_cols * ALIGN, dy_stride * ALIGN, x_stride * ALIGN
+    num_cols, dy_stride, x_stride = multiple_of(num_cols, ALIGN), multiple_of(dy_stride, ALIGN), multiple_of(x_stride, ALIGN)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     dw = tl.zeros([BLOCK_N], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
@@ -376,11 +380,11 @@ def launch_fwd(
     else:
         config = _uncut(p, config, "fwd")
         wide = config.block_n < p.cols
-        unit = alignment(*sizes) % 16 or 1  # Triton sees a factor of 16 by itself
+        align = alignment(*sizes)
         launch(
             _fwd_wide_kernel if wide else _fwd_kernel, (p.rows if wide else config.num_programs,),
-            *tensors, p.rows, *(n // unit for n in sizes), p.eps, p.weight_offset,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, ALIGN=unit, num_warps=config.num_warps,
+            *tensors, p.rows, *sizes, p.eps, p.weight_offset,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, ALIGN=align, num_warps=config.num_warps,
         )  # fmt: skip
     return y, absent(x) if total is None else total, rstd
 
@@ -426,21 +430,21 @@ def _launch_uncut_bwd(
     sizes: tuple[int, ...],
 ) -> None:
     """dx and partial sums of the weight's gradient, one row for each program."""
-    unit = alignment(*sizes) % 16 or 1  # Triton sees a factor of 16 by itself
-    cols, dy_stride, _, x_stride = units = [n // unit for n in sizes]
+    align = alignment(*sizes)
+    cols, dy_stride, _, x_stride = sizes
     options = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.num_stages, "num_warps": config.num_warps}
     if config.sums_on_the_way and partial is not None:
         programs = (config.num_programs,)
-        launch(_bwd_wide_sums_kernel, programs, *inputs, dx, partial, p.rows, *units, p.weight_offset, ALIGN=unit, **options)
+        launch(_bwd_wide_sums_kernel, programs, *inputs, dx, partial, p.rows, *sizes, p.weight_offset, ALIGN=align, **options)
         return
     if config.block_n >= p.cols:
-        launch(_bwd_kernel, (config.num_programs,), *inputs, dx, partial, p.rows, *units, p.weight_offset, ALIGN=unit, **options)
+        launch(_bwd_kernel, (config.num_programs,), *inputs, dx, partial, p.rows, *sizes, p.weight_offset, ALIGN=align, **options)
         return
     if dx is not None:
-        launch(_bwd_wide_kernel, (p.rows,), *inputs, dx, p.rows, *units, p.weight_offset, ALIGN=unit, **options)
+        launch(_bwd_wide_kernel, (p.rows,), *inputs, dx, p.rows, *sizes, p.weight_offset, ALIGN=align, **options)
     if partial is not None:
         dy, _, x, _, rstd = inputs
         launch(
             _bwd_columns_kernel, (config.num_programs, cdiv(p.cols, COLUMNS_N)), dy, x, rstd, partial, p.rows, cols, dy_stride, x_stride,
-            BLOCK_M=COLUMNS_M, BLOCK_N=COLUMNS_N, ALIGN=unit, num_warps=4,
+            BLOCK_M=COLUMNS_M, BLOCK_N=COLUMNS_N, ALIGN=align, num_warps=4,
         )  # fmt: skip

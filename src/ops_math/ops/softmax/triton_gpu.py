@@ -14,6 +14,7 @@ import triton.language as tl
 from ops_math.backends.launch import launch
 from ops_math.layout import alignment, as_rows
 from ops_math.ops._tiles.ends import num_tiles, off_grid, same_cut, widths
+from ops_math.ops._tiles.walk import multiple_of
 from ops_math.ops.softmax import triton_gpu_ends as cut
 from ops_math.ops.softmax.problem import SoftmaxProblem
 from ops_math.spec import DTYPE_OF, Device, cdiv, next_power_of_2
@@ -81,7 +82,7 @@ def _fwd_kernel(
     x_ptr, y_ptr, num_rows, num_cols, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    num_cols, x_stride = num_cols * ALIGN, x_stride * ALIGN
+    num_cols, x_stride = multiple_of(num_cols, ALIGN), multiple_of(x_stride, ALIGN)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
@@ -100,7 +101,7 @@ def _fwd_wide_kernel(
     x_ptr, y_ptr, num_rows, num_cols, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    num_cols, x_stride = num_cols * ALIGN, x_stride * ALIGN
+    num_cols, x_stride = multiple_of(num_cols, ALIGN), multiple_of(x_stride, ALIGN)
     row = tl.program_id(0).to(tl.int64)
     tops = tl.full([BLOCK_N], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_N], tl.float32)
@@ -125,7 +126,7 @@ def _bwd_kernel(
     dy_ptr, y_ptr, dx_ptr, num_rows, num_cols, dy_stride, y_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    num_cols, dy_stride, y_stride = num_cols * ALIGN, dy_stride * ALIGN, y_stride * ALIGN
+    num_cols, dy_stride, y_stride = multiple_of(num_cols, ALIGN), multiple_of(dy_stride, ALIGN), multiple_of(y_stride, ALIGN)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
@@ -143,7 +144,7 @@ def _bwd_wide_kernel(
     dy_ptr, y_ptr, dx_ptr, num_rows, num_cols, dy_stride, y_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    num_cols, dy_stride, y_stride = num_cols * ALIGN, dy_stride * ALIGN, y_stride * ALIGN
+    num_cols, dy_stride, y_stride = multiple_of(num_cols, ALIGN), multiple_of(dy_stride, ALIGN), multiple_of(y_stride, ALIGN)
     row = tl.program_id(0).to(tl.int64)
     dots = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, num_cols, BLOCK_N):
@@ -174,11 +175,11 @@ def _launch(
         block_n = next_power_of_2(p.cols)
         block_m = max(1, 1024 // block_n)
         config = Config(block_m, block_n, max(min(block_m * block_n // 512, 16), 1))
-    unit = alignment(p.cols, *strides) % 16 or 1  # Triton sees a factor of 16 by itself
+    align = alignment(p.cols, *strides)
     launch(
         of_whole if p.cols <= WIDEST else of_wide, (cdiv(p.rows, config.block_m) if p.cols else 0,),
-        *inputs, result, p.rows, p.cols // unit, *(n // unit for n in strides),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, ALIGN=unit, num_warps=config.num_warps,
+        *inputs, result, p.rows, p.cols, *strides,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, ALIGN=align, num_warps=config.num_warps,
     )  # fmt: skip
 
 
