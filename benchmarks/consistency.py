@@ -62,8 +62,7 @@ class Stepper:
         batch, length = (8, 2048) if name == "llama-1b" else (4, 256)
         dtype = torch.bfloat16 if name == "llama-1b" else torch.float32
         self.device = device
-        with torch.device(device):
-            self.model = build(name).to(dtype).train()
+        self.model = build(name, device=device, dtype=dtype).train()
         adopt(self.model)
         vocabulary = self.model.get_parameter("model.embed_tokens.weight").shape[0]
         self.ids = torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(0)).to(device)
