@@ -25,6 +25,7 @@ COARSE = {"max": 32.0, "l2": 4.0, "gain": 1.0}  # in units, where only another i
 SAVED = 2.0**-14
 NUDGE, CONDITIONING = 2.0**-24, 8.0  # inputs moved by one unit of fp32, and how much of what the oracle moves then is allowed
 ACCUMULATED = 64 * 2.0**-24  # another order of fp32 sums
+LUCK = 8.0  # factor on all of the yardstick's errors where its result is nothing but rounding: how large that is is luck
 TINY = 1e-30
 PIECE = 1 << 24  # elements compared at a time
 
@@ -111,8 +112,10 @@ def oracle_of(wide: Sequence[torch.Tensor], yardstick: Sequence[torch.Tensor], w
             continue
         unit, own = max(UNIT[y.dtype], SAVED * narrow), statistics(y, r)
         own = {k: 0.0 if math.isnan(v) else v for k, v in own.items()}  # the yardstick overflowed where float64 did not
-        floor = {**FLOOR, "gain": FLOOR["gain"] * averaging(r)}
-        limits.append({k: FACTOR[k] * own[k] + floor[k] * unit + ACCUMULATED * (compute_dtype(y.dtype) != torch.float64) for k in FACTOR})
+        floor, luck = {**FLOOR, "gain": FLOOR["gain"] * averaging(r)}, LUCK if own["l2"] > 1.0 else 1.0
+        limits.append(
+            {k: luck * FACTOR[k] * own[k] + floor[k] * unit + ACCUMULATED * (compute_dtype(y.dtype) != torch.float64) for k in FACTOR}
+        )
     return Oracle(tuple(wide), tuple(limits), words)
 
 

@@ -187,7 +187,7 @@ def measure(
         with torch.no_grad():
             say("oracle")
             oracle = bench.oracle(able)
-            watch = Stopwatch(bench.torch_device)
+            watch = Stopwatch(bench.torch_device, record.on(bench.device, dtype).launch_us)
             first = _first_impressions(bench, tried, oracle, watch, refused, say)
             own = {pair.name for pair in bench.pairs([one for one in tried if _from_pytorch(one, able)])}
             finals = _final(bench, first, own, watch, refused, say)
@@ -233,7 +233,7 @@ def _first_impressions(
             if bench.torch_device.type == "cuda":
                 torch.cuda.empty_cache()
             continue
-        found[pair.name] = pair, summary(taken)
+        found[pair.name] = pair, summary(taken, watch.host_scale())
     return found
 
 
