@@ -33,6 +33,8 @@ SMALL = NAMED["h200"]._replace(num_cores=2)  # so that tiles have several rows a
 ROWS = 19  # two rows of one place among eight, and three of another
 LIMIT = 1e-4  # fp32, widths up to 1,164, gradients of parameters included
 WIDTHS = (69, 101, 1164)
+# A body of whole blocks, in which no fault writes behind the last row, with more rows than programs and fewer; a body that ends in a block.
+WIDE = ((19, 301), (2, 301), (19, 250))
 Layout = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -158,10 +160,10 @@ def _wide_layer(rows: int, cols: int, change: Layout, **options: Any) -> float:
         return _gap(got, want)
 
 
-def on_the_way() -> list[str]:
+def on_the_way(sizes: tuple[tuple[int, int], ...]) -> list[str]:
     """Where a wide backward that sums on the way is wrong: more rows than programs, and fewer, whose partial sums are zero."""
     found = []
-    for rows, cols in ((19, 301), (2, 301), (19, 250)):  # a body of whole blocks, and one that ends within the second
+    for rows, cols in sizes:
         for name, layout in LAYOUTS.items():
             held = {"ends": 64, "blocks": 2}
             gaps = {"rms_norm": _wide_rms(rows, cols, layout, **held), "layer_norm": _wide_layer(rows, cols, layout, **held)}
@@ -254,11 +256,11 @@ def main() -> None:
     found: dict[str, Any] = {"wrong": numbers(WIDTHS, ("dense",)) + numbers((101,), tuple(LAYOUTS)[1:]), "written": []}
     for cols in WIDTHS:
         found["written"] += neighbours(cols)
-    found["on the way"] = on_the_way()
+    found["on the way"] = on_the_way(WIDE)
     found["caught"] = {}
     for title, (name, fault) in FAULTS.items():
         with planted(name, fault):
-            wide = len(on_the_way())
+            wide = len(on_the_way(WIDE[:1]))
             found["caught"][title] = {"numbers": len(numbers((101,), ("dense",))), "neighbours": len(neighbours(101)), "wide": wide}
     found["caught"]["tensors that start elsewhere"] = {"numbers": len(misses(lambda *_: True)), "neighbours": 0, "wide": 0}
     sys.stdout.write(json.dumps(found) + "\n")

@@ -39,7 +39,7 @@ FAR = {  # with the phases that are measured
     (161537, 2163): {"layer_norm": "fwd bwd", "add_layer_norm": "fwd bwd", "rms_norm": "fwd bwd", "add_rms_norm": "bwd"},
     (28023, 1164): {"layer_norm": "fwd bwd"},
     (3520, 4287): {"layer_norm": "fwd bwd", "rms_norm": "bwd"},
-    (663, 15993): {"rms_norm": "bwd", "add_rms_norm": "bwd", "layer_norm": "fwd bwd", "add_layer_norm": "bwd"},
+    (663, 15993): {"softmax": "fwd bwd", "rms_norm": "bwd", "add_rms_norm": "bwd", "layer_norm": "fwd bwd", "add_layer_norm": "bwd"},
     (16384, 12288): {"rms_norm": "bwd", "layer_norm": "bwd"},
     (8192, 28672): {"rms_norm": "bwd", "add_rms_norm": "bwd", "layer_norm": "bwd"},
     (105880, 69): {"softmax": "fwd"},

@@ -136,6 +136,18 @@ def _met(body, ends):
 
 
 @triton.jit
+def top_of_row(body, ends):
+    """The largest values [BLOCK_M] of rows whose parts are `body` [BLOCK_M, BODY] and `ends` [ENDS, BLOCK_M]: see `sum_of_row`."""
+    if body.shape[0] == 1:
+        MET: tl.constexpr = min(body.shape[1] // 8, ends.shape[0])
+        eights = tl.max(tl.max(tl.reshape(body, (body.shape[1] // (8 * MET), MET, 8)), 2), 0)
+        if ends.shape[0] > MET:
+            ends = tl.max(tl.reshape(ends, (ends.shape[0] // MET, MET, 1)), 0)
+        return tl.max(tl.maximum(eights[:, None], ends), 0)
+    return tl.maximum(tl.max(body, 1), tl.max(ends, 0))
+
+
+@triton.jit
 def sum_of_row(body, ends):
     """The sums [BLOCK_M] of rows whose parts are `body` [BLOCK_M, BODY] and `ends` [ENDS, BLOCK_M].
 
