@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ops_math.ops._tiles.ends import body_offsets, cut_of, end_columns, load_part, rows_of, summed_part
+from ops_math.ops._tiles.ends import body_offsets, cut_of, end_columns, load_part, rows_of, sum_of_row, summed_part, sums_of_row
 
 
 @triton.jit
@@ -45,9 +45,9 @@ def _fwd_kernel(
         x = summed_part(x_ptr, residual_ptr, total_ptr, body_offsets(x_begin, lanes), body_offsets(residual_begin, lanes), body_mask)
         ends = summed_part(x_ptr, residual_ptr, total_ptr, x_begin[None, :] + end_cols, residual_begin[None, :] + end_cols, end_mask)
 
-        mean = (tl.sum(x, 1) + tl.sum(ends, 0)) / num_cols
+        mean = sum_of_row(x, ends) / num_cols
         centred, end_centred = tl.where(in_body, x - mean[:, None], 0.0), tl.where(in_ends, ends - mean[None, :], 0.0)
-        rstd = tl.rsqrt((tl.sum(centred * centred, 1) + tl.sum(end_centred * end_centred, 0)) / num_cols + eps)
+        rstd = tl.rsqrt(sum_of_row(centred * centred, end_centred * end_centred) / num_cols + eps)
 
         _store_normed(y_ptr, total_ptr, body_offsets(begin, lanes), body_mask, x, centred, rstd[:, None], weight, bias)
         _store_normed(y_ptr, total_ptr, begin[None, :] + end_cols, end_mask, ends, end_centred, rstd[None, :], end_weight, end_bias)
@@ -101,8 +101,8 @@ def _bwd_kernel(
         if dtotal_ptr is not None or dx_ptr is not None:
             if weight_ptr is not None:
                 g, end_g = g * weight + 0.0, end_g * end_weight + 0.0  # fmas, which round: see layer_norm_gradient
-            g_mean = (tl.sum(g, 1) + tl.sum(end_g, 0)) / num_cols
-            dot_mean = (tl.sum(g * xhat, 1) + tl.sum(end_g * end_xhat, 0)) / num_cols
+            g_sum, dot_sum = sums_of_row(g, end_g, g * xhat, end_g * end_xhat)
+            g_mean, dot_mean = g_sum / num_cols, dot_sum / num_cols
             _store_gradient(
                 dtotal_ptr, dx_ptr, dsum_ptr, body_offsets(begin, lanes), body_offsets(dsum_begin, lanes), body_mask,
                 g, xhat, rstd[:, None], g_mean[:, None], dot_mean[:, None],
