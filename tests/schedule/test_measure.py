@@ -206,6 +206,16 @@ def test_a_limit_lets_rounding_through_and_nothing_larger():
     assert verdict([y], coarse) is None
 
 
+def test_the_scale_of_a_large_result_may_lean_as_tensor_cores_do_and_not_more():
+    """Over a hundred million elements rounding averages out to nothing, and what cuts instead of rounding stays."""
+    r = torch.randn(4096, 1024, dtype=torch.float64)
+    right, leaning, wrong = ((r * scale).bfloat16() for scale in (1.0, 1 - 1.3e-4, 1 - 6e-4))
+    held = oracle_of([r], [right], "the oracle", narrow=True)
+    assert verdict([leaning], held) is None
+    assert "gain" in verdict([wrong], held)
+    assert "gain" in verdict([leaning], oracle_of([r], [right], "the oracle"))
+
+
 def test_a_result_that_is_all_rounding_may_be_several_times_as_large_and_not_of_another_size():
     """The gradient of a query that sees one key is zero: what is left of it is whatever rounding left."""
     zero, eager = torch.zeros(64, dtype=torch.float64), torch.full((64,), 1e-3, dtype=torch.bfloat16)
