@@ -78,8 +78,9 @@ class _Phase:
     def __call__(self, *args: Any) -> Any:
         """What PyTorch's dispatcher calls."""
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args[: self.num_tensors]):
-            with torch.no_grad():  # the raw operator called outside an autograd.Function must not record through a launcher
-                return self(*args)
+            reason = "this is the operator below autograd, whose results have no gradient"
+            do = "Call the function of ops_math; what runs in a graph of torch.jit.trace is called under torch.no_grad()."
+            checks.refuse(f"ops_math::{self.operator.name}_{self.name}", reason, do)
         found = self.signature(args)
         if found is not None:
             return self.run(*found, args)
@@ -386,7 +387,8 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd must record a call on these. Where a transform would differentiate it, it refuses: they see no graph here, and a
-    tangent would come out as zeros; and vmap of a call that is recorded, for which PyTorch would name its own insides."""
+    tangent would come out as zeros; and vmap of a call that is recorded, for which PyTorch would name its own insides; and
+    `torch.jit.trace` of one, whose graph could be neither checked nor saved."""
     transform = features.transform(tensors)
     if transform and transform != "vmap":
         do = "Use autograd, or ops_math.enabled(False)."
@@ -396,6 +398,9 @@ def needs_grad(*tensors: torch.Tensor | None) -> bool:
             if t is not None and t.requires_grad:
                 if transform:
                     _refuse_vmap("fwd")
+                if features.traced_by_jit():
+                    do = "Trace under torch.no_grad() what is to run, under ops_math.enabled(False) what is to learn; or use torch.export."
+                    checks.refuse("ops_math under torch.jit.trace", "a backward of ours cannot be written into its graph", do)
                 return True
     return False
 

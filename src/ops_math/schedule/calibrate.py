@@ -79,8 +79,10 @@ def calibrate(
 
     With several ranks all call it; each problem is measured by the first rank that met it, rank 0 merges, and all take its record.
 
-    Raises: ArgumentError for seconds that are not positive; UnsupportedError while frozen, or where ranks' devices differ.
+    Raises: ArgumentError for a step that cannot be called without arguments, and for seconds that are not positive; UnsupportedError
+        while frozen, or where ranks' devices differ.
     """
+    checks.runs_alone("calibrate", "step_fn", step_fn, "one training step", "lambda: model(batch).loss.backward()")
     checks.positive("calibrate", "seconds", seconds)
     live.refuse_when_frozen("calibrate")
     start = time.perf_counter()
