@@ -21,7 +21,7 @@ from ops_math import backends, checks, features, schedule, settings
 from ops_math.backends import launch as launching
 from ops_math.backends import plan as planning
 from ops_math.backward import once_differentiable
-from ops_math.schedule.levels import NOTHING_STATED, Levels
+from ops_math.schedule.levels import NOTHING_STATED, Levels, chosen_for
 from ops_math.spec import Implementation, dtype_name
 from ops_math.stats import counter as counter_for
 
@@ -219,8 +219,7 @@ class Operator:
     def choice(self, problem: Any, phase: str, device: Any) -> schedule.Choice:
         """What the scheduler answers for a problem under the policy in force."""
         policy, posed = settings.policy()._replace(determinism=settings.determinism_level()), problem
-        if policy.determinism >= 2:  # the choice must not follow the number of rows
-            problem = self.levels().canonical(problem, policy.token_block)
+        problem = chosen_for(self.levels(), problem, policy.determinism, policy.token_block)
         dtype = self.file("problem").storage(problem)
         record = schedule.record_for(device)
         return schedule.choose(self._implementations, problem, self.cost(problem, phase), dtype, phase, device, policy, record, posed)
