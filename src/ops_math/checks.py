@@ -6,6 +6,7 @@ A sentence names the operator, the argument, what it needs, what it got, and wha
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -71,10 +72,12 @@ def floating(operator: str, argument: str, value: Any) -> None:
 
 def dense(operator: str, argument: str, value: Any) -> None:
     """The argument has memory by strides. Asked where something has failed already: asking each call would cost 70 ns a tensor."""
+    if not isinstance(value, torch.Tensor):
+        return
     if type(value).__module__.startswith("torch.distributed.tensor"):  # by name: importing it takes 0.3 s
         do = f"Pass {argument}.to_local(), or call it within torch.distributed.tensor.experimental.local_map."
         fail(operator, argument, "a tensor of this rank", type(value).__name__, do)
-    if isinstance(value, torch.Tensor) and (value.is_nested or value.layout != torch.strided):
+    if value.is_nested or value.layout != torch.strided:
         layout = f"one of layout {str(value.layout).removeprefix('torch.')}"
         padded = f"Pad it, {argument}.to_padded_tensor(0.0), or pass packed documents."
         got, do = ("a nested tensor", padded) if value.is_nested else (layout, f"Convert it: {argument}.to_dense().")
@@ -164,6 +167,20 @@ def positive(operator: str, argument: str, value: float) -> None:
     """A number above zero."""
     if not value > 0:
         fail(operator, argument, "above 0", str(value), f"Pass a positive {argument}.")
+
+
+def runs_alone(operator: str, argument: str, value: Any, does: str, example: str) -> None:
+    """A function that can be called without arguments; a module is asked for its `forward`."""
+    needs, do = f"a function without arguments that runs {does}", f"Pass e.g. {example}."
+    if not callable(value):
+        fail(operator, argument, needs, type(value).__name__, do)
+    try:
+        signature = inspect.signature(value.forward if isinstance(value, torch.nn.Module) else value)
+    except (TypeError, ValueError):  # a callable written in C that does not say what it takes
+        return
+    missing = [n for n, p in signature.parameters.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if missing:
+        fail(operator, argument, needs, f"one of ({', '.join(missing)})", do)
 
 
 def boolean(operator: str, argument: str, value: Any, meaning: str) -> None:

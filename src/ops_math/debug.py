@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_dynamo_compiling
 
 from ops_math import checks, keywords, settings
 from ops_math.catalog import public_functions
@@ -335,10 +336,13 @@ def _path(inner: Any, outer: Any) -> str:
 def observed(function: F) -> F:
     """The public face of an operator: itself, seen by `om.debug` where that is on, and saying in words what is wrong with how it
     was called."""
+    takes = keywords.taken(function)
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
+            if is_dynamo_compiling():  # it binds arguments itself, in its own words
+                keywords.traced(function, takes, args, kwargs)
             if settings.STATE.debug is None:
                 return function(*args, **kwargs)
             return settings.STATE.debug.operator(function, args, kwargs)

@@ -21,7 +21,7 @@ from ops_math import backends, checks, features, schedule, settings
 from ops_math.backends import launch as launching
 from ops_math.backends import plan as planning
 from ops_math.backward import once_differentiable
-from ops_math.schedule.levels import NOTHING_STATED, Levels
+from ops_math.schedule.levels import NOTHING_STATED, Levels, chosen_for
 from ops_math.spec import Implementation, dtype_name
 from ops_math.stats import counter as counter_for
 
@@ -78,8 +78,9 @@ class _Phase:
     def __call__(self, *args: Any) -> Any:
         """What PyTorch's dispatcher calls."""
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args[: self.num_tensors]):
-            with torch.no_grad():  # the raw operator called outside an autograd.Function must not record through a launcher
-                return self(*args)
+            reason = "this is the operator below autograd, whose results have no gradient"
+            do = "Call the function of ops_math; what runs in a graph of torch.jit.trace is called under torch.no_grad()."
+            checks.refuse(f"ops_math::{self.operator.name}_{self.name}", reason, do)
         found = self.signature(args)
         if found is not None:
             return self.run(*found, args)
@@ -218,8 +219,7 @@ class Operator:
     def choice(self, problem: Any, phase: str, device: Any) -> schedule.Choice:
         """What the scheduler answers for a problem under the policy in force."""
         policy, posed = settings.policy()._replace(determinism=settings.determinism_level()), problem
-        if policy.determinism >= 2:  # the choice must not follow the number of rows
-            problem = self.levels().canonical(problem, policy.token_block)
+        problem = chosen_for(self.levels(), problem, policy.determinism, policy.token_block)
         dtype = self.file("problem").storage(problem)
         record = schedule.record_for(device)
         return schedule.choose(self._implementations, problem, self.cost(problem, phase), dtype, phase, device, policy, record, posed)
@@ -386,7 +386,8 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd must record a call on these. Where a transform would differentiate it, it refuses: they see no graph here, and a
-    tangent would come out as zeros; and vmap of a call that is recorded, for which PyTorch would name its own insides."""
+    tangent would come out as zeros; and vmap of a call that is recorded, for which PyTorch would name its own insides; and
+    `torch.jit.trace` of one, whose graph could be neither checked nor saved."""
     transform = features.transform(tensors)
     if transform and transform != "vmap":
         do = "Use autograd, or ops_math.enabled(False)."
@@ -396,6 +397,9 @@ def needs_grad(*tensors: torch.Tensor | None) -> bool:
             if t is not None and t.requires_grad:
                 if transform:
                     _refuse_vmap("fwd")
+                if features.traced_by_jit():
+                    do = "Trace under torch.no_grad() what is to run, under ops_math.enabled(False) what is to learn; or use torch.export."
+                    checks.refuse("ops_math under torch.jit.trace", "a backward of ours cannot be written into its graph", do)
                 return True
     return False
 

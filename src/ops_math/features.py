@@ -151,9 +151,20 @@ def transform(tensors: Sequence[torch.Tensor | None]) -> str:
     return ""
 
 
+# The state of a `torch.jit.trace` that is under way in this thread, or None; where this PyTorch does not tell, there is none.
+traced_by_jit: Callable[[], Any] = getattr(torch._C, "_get_tracing_state", lambda: None)
+
+
 def autocasts(kind: str) -> bool:
     """Whether autocast is on for a kind of device; on `meta`, which has none, it never is."""
     return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def seen_as_constant(function: Any) -> Any:
+    """`torch.compiler.assume_constant_result` without importing Dynamo, which takes seconds: the mark that it sets. Where another PyTorch
+    reads another mark, Dynamo looks into the function itself."""
+    function._dynamo_marked_constant = True
+    return function
 
 
 def _quiet() -> Callable[[], bool]:

@@ -1,7 +1,8 @@
 """What a call means that an operator does not take: the argument of ours for PyTorch's name, a misspelt one, one that is missing, a
 tensor without memory by strides, text for a number.
 
-Asked only after a call has failed, so that others pay nothing for it.
+Asked only after a call has failed, so that others pay nothing for it; under Dynamo, which binds arguments itself and answers in its own
+words, before.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ops_math import checks
+from ops_math import checks, features
 
 # Names of PyTorch, Hugging Face and flash-attention, and what the same thing is called here; the first that an operator has is meant.
 MEANT: dict[str, tuple[str, ...]] = {
@@ -116,27 +117,79 @@ def explain(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
     Raises: CallError, an ArgumentError that is a TypeError as well; ArgumentError for a value of another kind.
     """
-    signature, name = inspect.signature(function), function.__name__
-    parameters = signature.parameters
-    unknown = next((given for given in kwargs if given not in parameters), None)
+    must_bind(function, len(args), tuple(kwargs))
+    for argument, value in (*zip(in_order(function), args, strict=False), *kwargs.items()):
+        checks.dense(function.__name__, argument, value)
+        if not torch.compiler.is_dynamo_compiling() or value is None or isinstance(value, PLAIN):
+            _must_fit(function, argument, value)
+
+
+def in_order(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the arguments that may be given by place."""
+    return tuple(n for n, p in inspect.signature(function).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD)
+
+
+def taken(function: Callable[..., Any]) -> str:
+    """What Dynamo is to compare a call with before it binds one, `x weight|x weight eps|x`: the names that may be given by place, all of
+    them, and those that must be given. It is one text, since each value that is read while tracing is compared again at every call."""
+    parameters = inspect.signature(function).parameters
+    needed = [n for n, p in parameters.items() if p.default is p.empty]
+    return "|".join(" ".join(names) for names in (in_order(function), parameters, needed))
+
+
+def traced(function: Callable[..., Any], takes: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """While Dynamo traces, which binds arguments in its own words and lets the compiler refuse text for a number: the call binds, and
+    no argument is text, a dtype or None where its annotation asks for something else. Other values are left to the operator: a number may
+    be symbolic here.
+
+    Raises: CallError; ArgumentError.
+    """
+    by_place, names, needed = [part.split() for part in takes.split("|")]
+    given = (*by_place[: len(args)], *kwargs)
+    whole = all(n in given for n in needed) and all(n in names for n in kwargs)
+    if not whole or len(args) > len(by_place) or len(set(given)) < len(given):
+        must_bind(function, len(args), tuple(kwargs))
+    for argument, value in zip(given, (*args, *kwargs.values()), strict=True):
+        if value is None or isinstance(value, str | torch.dtype):
+            _must_fit(function, argument, value)
+
+
+def _must_fit(function: Callable[..., Any], argument: str, value: Any) -> None:
+    said = unfit(function, argument, value)
+    if said is not None:
+        checks.fail(function.__name__, argument, *said)
+
+
+def must_bind(function: Callable[..., Any], count: int, names: tuple[str, ...]) -> None:
+    """So many positional arguments and these keywords are a call of the function.
+
+    Raises: CallError.
+    """
+    said = unbound(function, count, names)
+    if said is not None:
+        checks.not_called(function.__name__, *said)
+
+
+@features.seen_as_constant  # Dynamo does not see through `inspect`
+def unbound(function: Callable[..., Any], count: int, names: tuple[str, ...]) -> tuple[str, str] | None:
+    """Why they are not, and what to do; None where they are."""
+    name, parameters = function.__name__, inspect.signature(function).parameters
+    unknown = next((given for given in names if given not in parameters), None)
     if unknown is not None:
-        checks.not_called(name, f"keywords must be among {', '.join(parameters)}; got {unknown}", advice(name, unknown, tuple(parameters)))
-    positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    if len(args) > len(positional):
-        rest = [n for n in parameters if n not in positional and n not in kwargs]
+        return f"keywords must be among {', '.join(parameters)}; got {unknown}", advice(name, unknown, tuple(parameters))
+    positional = in_order(function)
+    if count > len(positional):
+        rest = [n for n in parameters if n not in positional and n not in names]
         do = f"Write what follows by name: {', '.join(n + '=' for n in rest)}." if rest else "Leave the others out."
-        needs = f"at most {len(positional)} positional arguments ({', '.join(positional)}) may be given; got {len(args)}"
-        checks.not_called(name, needs, do)
-    twice = next((n for n in positional[: len(args)] if n in kwargs), None)
+        return f"at most {len(positional)} positional arguments ({', '.join(positional)}) may be given; got {count}", do
+    twice = next((n for n in positional[:count] if n in names), None)
     if twice is not None:
         at = positional.index(twice) + 1
-        checks.not_called(name, f"{twice} must be given once; got it as argument {at} and by name", "Leave one of the two out.")
-    missing = [n for n, p in parameters.items() if p.default is p.empty and n not in kwargs and n not in positional[: len(args)]]
+        return f"{twice} must be given once; got it as argument {at} and by name", "Leave one of the two out."
+    missing = [n for n, p in parameters.items() if p.default is p.empty and n not in names and n not in positional[:count]]
     if missing:
-        checks.not_called(name, f"{', '.join(missing)} must be given; got nothing", f"It takes {name}{signature_text(signature)}.")
-    for argument, value in signature.bind(*args, **kwargs).arguments.items():
-        checks.dense(name, argument, value)
-        _kind(name, argument, value, parameters[argument])
+        return f"{', '.join(missing)} must be given; got nothing", f"It takes {name}{signature_text(inspect.signature(function))}."
+    return None
 
 
 def _whole(value: Any) -> bool:
@@ -158,14 +211,21 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def _kind(operator: str, argument: str, value: Any, parameter: inspect.Parameter) -> None:
+PLAIN = (bool, int, float, complex, str, tuple, list, torch.dtype, torch.device)  # what Dynamo holds as a constant
+
+
+@features.seen_as_constant
+def unfit(function: Callable[..., Any], argument: str, value: Any) -> tuple[str, str, str] | None:
+    """What a value's annotation needs, what it is, and what to do; None where it fits."""
+    parameter = inspect.signature(function).parameters[argument]
     annotation, _, optional = str(parameter.annotation).partition(" | ")
     if annotation not in KINDS or optional not in ("", "None") or (optional and value is None):
-        return
+        return None
     needs, fits = KINDS[annotation]
-    if not fits(value):
-        do = "It has no default." if parameter.default is parameter.empty else f"Leave it out for {parameter.default!r}."
-        checks.fail(operator, argument, needs + (" or None" if optional else ""), repr(value), do)
+    if fits(value):
+        return None
+    do = "It has no default." if parameter.default is parameter.empty else f"Leave it out for {parameter.default!r}."
+    return needs + (" or None" if optional else ""), repr(value), do
 
 
 FAILURES = (TypeError, ValueError, KeyError, RuntimeError)  # what a call that is not meant so ends in, before or within the operator

@@ -33,7 +33,7 @@ FOUNDATION = ("spec", "checks", "settings", "stats", "features", "_version")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "spec": (),
     "checks": ("spec",),
-    "keywords": ("checks",),
+    "keywords": ("checks", "features"),
     "settings": ("spec", "checks"),
     "stats": ("spec",),
     "features": ("spec",),

@@ -62,5 +62,9 @@ def test_what_makes_no_band_is_refused_in_words():
         loss_band(lambda seed: 1.0)
     with pytest.raises(om.ArgumentError, match=r"^loss_band: run must give finite losses; got others for seed 0\."):
         loss_band(lambda seed: [float("inf")], range(3))
+    with pytest.raises(om.ArgumentError, match=r"^loss_band: run must be a function of a seed; got list\. Pass what trains"):
+        loss_band([1.0, 2.0])
+    with pytest.raises(om.ArgumentError, match=r"^loss_band: seeds must be at least 3 different numbers; got 5\. Pass range\(5\)\."):
+        loss_band(lambda seed: [1.0], 5)
     with pytest.raises(om.ArgumentError, match=r"^Band\.judge: losses must be 30 numbers, one a step; got 3\."):
         loss_band(train, range(3)).judge([1.0, 2.0, 3.0])

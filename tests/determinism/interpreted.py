@@ -13,6 +13,7 @@ import torch
 
 import ops_math as om
 from ops_math import catalog
+from tests.determinism import ranks as cuts
 from tests.determinism.calls import SAMPLES, Sample, differing, drawn, in_pieces, joined, outcome
 
 BLOCK = 16
@@ -43,8 +44,22 @@ def ranks() -> bool:
     return torch.equal(one, halves[0] + halves[1])
 
 
+def degrees() -> dict[str, list[Any]]:
+    """Of each call that is cut by columns or heads what differs between one rank and two or four, with what ran."""
+    found = {}
+    with om.determinism(3, token_block=BLOCK):
+        for cut in (*cuts.BY_COLUMNS, *cuts.BY_HEADS):
+            om.reset_stats()
+            one, *more = [cuts.at(cut, degree) for degree in cuts.DEGREES]
+            ran = sorted({r.implementation for r in om.stats().rows})
+            found[cut.name] = [ran, *(differing(one[part], m[part]) for m in more for part in ("outputs", "gradients"))]
+        one, *more = [cuts.stepped(degree) for degree in cuts.DEGREES]
+        found["adamw"] = [["triton_gpu"], *(differing(one, m) for m in more for _ in range(2))]
+    return found
+
+
 if __name__ == "__main__":
     om.force(**{name: "triton_gpu" for name in catalog.operators() if name != "linear_cross_entropy"})
     with om.determinism(2, token_block=BLOCK):
         found = {sample.name: tried(sample) for sample in SAMPLES}
-    sys.stdout.write(json.dumps({"calls": found, "ranks": ranks()}) + "\n")
+    sys.stdout.write(json.dumps({"calls": found, "ranks": ranks(), "degrees": degrees()}) + "\n")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ops_math as om
+from tests.determinism import ranks
 from tests.determinism.calls import SAMPLES, differing, drawn, in_pieces, joined, outcome
 
 pytestmark = [
@@ -66,6 +67,22 @@ def test_shards_of_a_weight_and_of_heads_give_the_bits_of_one_rank(degree, dtype
         assert torch.equal(om.linear(x, w, parts=(4, 4), wide=True), sums[0])
         ranks = [om.attention(*(t.chunk(degree, 2)[r].contiguous() for t in (q, k, v)), causal=True) for r in range(degree)]
         assert torch.equal(om.attention(q, k, v, causal=True), torch.cat(ranks, 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cut", [*ranks.BY_HEADS, *ranks.BY_ROWS, *ranks.BY_COLUMNS], ids=lambda c: c.name)
+def test_ranks_that_hold_heads_rows_or_columns_give_the_bits_of_one_device(cut, dtype):
+    with om.determinism(3, token_block=BLOCK):
+        one, *more = [ranks.at(cut, degree, "cuda", dtype) for degree in ranks.DEGREES]
+    for found in more:
+        assert differing(one["outputs"], found["outputs"]) == []
+        assert differing(one["gradients"], found["gradients"]) == []
+
+
+def test_shards_of_a_parameter_are_stepped_to_the_bits_of_the_whole():
+    with om.determinism(3):
+        one, *more = [ranks.stepped(degree, "cuda") for degree in ranks.DEGREES]
+    assert [differing(one, found) for found in more] == [[], []]
 
 
 def test_cublas_that_was_used_before_is_said_in_words(monkeypatch):

@@ -25,3 +25,6 @@ def test_our_kernels_keep_level_two_in_the_interpreter():
     for name, result in found["calls"].items():
         assert result == {"ran": ["triton_gpu"], "outputs": [], "inputs": [], "sums": []}, name
     assert found["ranks"]
+    assert len(found["degrees"]) == 11
+    for name, result in found["degrees"].items():
+        assert result == [["triton_gpu"], [], [], [], []], name

@@ -204,6 +204,113 @@ def test_what_it_cannot_do_is_refused_in_words(make, sentence):
     assert str(error.value) == "AdamW: " + sentence
 
 
+def refusal(**settings):
+    return lambda kind: kind([Parameter(torch.ones(2))], **settings)
+
+
+def of(params):
+    return lambda kind: kind(params())
+
+
+RATE = "lr must be a number or a tensor of one element; got "
+BETA = "must be at least 0 and below 1; got "
+LONG = "Near 1 is a long memory: 0.9 and 0.999 are usual."
+LIST = "params must be a list of parameters or of groups; got "
+TIED = "Leave it in one of them. Tied weights are one parameter: model.parameters() gives each once."
+BOTH = "params must be all parameters or all groups (dictionaries); got "
+NAMED = "params must be all with names or all without; got 1 names for 2 parameters. Pass model.named_parameters() or model.parameters()."
+P = Parameter(torch.ones(2))
+LIKE_PYTORCHS = [
+    (refusal(lr=-1), "lr must be at least 0; got -1. Use maximize=True to ascend."),
+    (refusal(lr=float("nan")), "lr must be at least 0; got nan. 1e-3 is usual."),
+    (refusal(lr="1"), RATE + "'1'. 1e-3 is usual."),
+    (refusal(lr=None), RATE + "None. 1e-3 is usual."),
+    (refusal(lr=torch.ones(2)), RATE + "shape [2]. Use a group for each rate."),
+    (refusal(lr=torch.tensor(-1.0)), "lr must be at least 0; got -1.0. Use maximize=True to ascend."),
+    (refusal(eps=-1), "eps must be at least 0; got -1. 1e-8 is usual."),
+    (refusal(eps="a"), "eps must be a number; got 'a'. 1e-8 is usual."),
+    (refusal(weight_decay=-1), "weight_decay must be at least 0; got -1. 0.01 is usual."),
+    (refusal(weight_decay=None), "weight_decay must be a number; got None. 0.01 is usual."),
+    (refusal(betas=(1, 1)), f"betas[0] {BETA}1. {LONG}"),
+    (refusal(betas=(0.9, 1.0)), f"betas[1] {BETA}1.0. {LONG}"),
+    (refusal(betas=(float("nan"), 0.9)), f"betas[0] {BETA}nan. {LONG}"),
+    (refusal(betas=(0, 0)), "betas[0] must be a float; got 0. Pass 0.0."),
+    (refusal(betas=0.9), "betas must be two numbers; got float. Pass e.g. (0.9, 0.999)."),
+    (refusal(betas=("a", 0.9)), "betas[0] must be a number; got 'a'. Pass e.g. (0.9, 0.999)."),
+    (of(list), "params must be at least one parameter; got none. A generator is used up by its first reader: pass list(...)."),
+    (of(lambda: P), LIST + "a single tensor. Put it into a list."),
+    (of(lambda: None), LIST + "NoneType. Pass model.parameters()."),
+    (of(lambda: torch.nn.Linear(2, 2)), LIST + "Linear. Pass model.parameters()."),
+    (of(lambda: {"w": P}), LIST + "dict. Pass model.parameters(), or a list of groups {'params': [...], 'lr': ...}."),
+    (of(lambda: [3]), "params must be tensors, or pairs of a name and a tensor; got int. Pass model.parameters()."),
+    (of(lambda: [P, {"params": [P]}]), BOTH + "Parameter first and dict at 1. Put what stands alone into a group: {'params': [...]}."),
+    (of(lambda: [{"params": [P]}, P]), BOTH + "dict first and Parameter at 1. Put what stands alone into a group: {'params': [...]}."),
+    (of(lambda: [{"lr": 1.0}]), "a parameter group must be a dictionary with 'params'; got 'lr'. Add 'params': [...]."),
+    (of(lambda: [{"params": {P}}]),
+     "params must be in an order that repeats; got a set. Pass a list: the state of an optimizer is saved by position."),
+    (of(lambda: [{"params": [P]}, {"params": P}]), f"params must be in one group each; got one of shape [2] in two. {TIED}"),
+    (of(lambda: [P * 2]), "params must be leaves of the graph; got the result of MulBackward0. Pass what it was made from, or p.detach()."),
+    (of(lambda: [("a", P), Parameter(torch.ones(1))]), NAMED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "sentence"), LIKE_PYTORCHS, ids=[str(i) for i in range(len(LIKE_PYTORCHS))])
+def test_what_pytorch_refuses_is_refused_in_words_and_caught_by_who_catches_its_errors(make, sentence):
+    with pytest.raises(Exception) as theirs:
+        make(torch.optim.AdamW)
+    with pytest.raises(om.ArgumentError) as ours:
+        make(AdamW)
+    assert str(ours.value) == "AdamW: " + sentence
+    assert isinstance(ours.value, type(theirs.value))
+
+
+def test_settings_of_a_group_that_pytorch_lets_pass_are_looked_at():
+    for entry, words in (
+        ({"lr": -1.0}, "lr of a parameter group must be at least 0; got -1.0"),
+        ({"lr": "a"}, "lr of a parameter group must be a number or a tensor of one element; got 'a'"),
+        ({"betas": (2, 2)}, r"betas\[0\] of a parameter group must be at least 0 and below 1; got 2"),
+        ({"betas": (0.9, 0.9, 0.9)}, r"betas of a parameter group must be two numbers; got \(0.9, 0.9, 0.9\)"),
+        ({"eps": -1e-8}, "eps of a parameter group must be at least 0"),
+        ({"weight_decay": float("nan")}, "weight_decay of a parameter group must be at least 0; got nan"),
+    ):
+        torch.optim.AdamW([{"params": [Parameter(torch.ones(2))], **entry}])
+        with pytest.raises(om.ArgumentError, match=r"^AdamW: " + words):
+            AdamW([{"params": [Parameter(torch.ones(2))], **entry}])
+    optimizer = AdamW([Parameter(torch.ones(2))])
+    with pytest.raises(om.ArgumentError, match=r"^AdamW: lr of a parameter group must be at least 0"):
+        optimizer.add_param_group({"params": [Parameter(torch.ones(2))], "lr": -1.0})
+    with pytest.raises(TypeError, match=r"^AdamW: param_group must be a dictionary; got list\. Pass \{'params': "):
+        optimizer.add_param_group([P])
+    assert len(optimizer.param_groups) == 1
+
+
+def test_every_form_of_parameters_that_pytorch_takes_is_taken():
+    layer = torch.nn.Linear(3, 2)
+    for params in (
+        lambda: layer.parameters(), lambda: layer.named_parameters(), lambda: [{"params": layer.parameters(), "lr": 1.0, "name": "all"}],
+        lambda: [{"params": layer.weight}, {"params": (layer.bias,), "betas": (0, 0.9)}], lambda: set(layer.parameters()),
+        lambda: ({"params": [p]} for p in layer.parameters()),
+    ):  # fmt: skip
+        ours, theirs = AdamW(params()), torch.optim.AdamW(params())
+        sizes = [[[id(p) for p in group["params"]] for group in kind.param_groups] for kind in (ours, theirs)]
+        assert sizes[0] == sizes[1] or isinstance(params(), set)
+        layer(torch.ones(1, 3)).sum().backward()
+        ours.step()
+
+
+def test_a_state_dict_of_other_groups_is_refused_with_both_sizes():
+    saved = AdamW([Parameter(torch.ones(2)), Parameter(torch.ones(3))]).state_dict()
+    optimizer = AdamW([Parameter(torch.ones(2))])
+    do = "Make the optimizer with the groups that it was saved with."
+    with pytest.raises(ValueError, match=r"^AdamW: ") as error:
+        optimizer.load_state_dict(saved)
+    assert str(error.value) == f"AdamW: state_dict must be of groups of 1 parameters, as this optimizer; got groups of 2. {do}"
+    with pytest.raises(KeyError) as error:
+        optimizer.load_state_dict(torch.nn.Linear(2, 2).state_dict())
+    needs = "AdamW: state_dict must be an optimizer's, with 'state' and 'param_groups'; got 'weight', 'bias'. "
+    assert str(error.value) == needs + "Pass what optimizer.state_dict() returned."
+
+
 def test_sparse_gradients_complex_parameters_and_unknown_tensors_are_refused_in_words():
     p = Parameter(torch.ones(3))
     p.grad = torch.ones(3).to_sparse()

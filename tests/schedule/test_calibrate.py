@@ -1,5 +1,6 @@
 """A step is calibrated in one call: its problems are found, measured, recorded, and from then on what is fastest runs."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -160,6 +161,25 @@ def test_a_step_that_raises_leaves_nobody_listening():
     with pytest.raises(ZeroDivisionError):
         om.calibrate(lambda: 1 / 0, seconds=1)
     assert LIVE.collector is None
+
+
+NO_STEPS = [
+    (3, "int"), (None, "NoneType"), ("step", "str"), (torch.nn.Linear(2, 2), "one of (input)"), (lambda x: x, "one of (x)"),
+    (lambda x, *, y: x, "one of (x, y)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "got"), NO_STEPS, ids=[got for _, got in NO_STEPS])
+def test_what_cannot_be_called_without_arguments_is_no_step(step, got):
+    with pytest.raises(om.ArgumentError) as error:
+        om.calibrate(step)
+    needs = "a function without arguments that runs one training step"
+    assert str(error.value) == f"calibrate: step_fn must be {needs}; got {got}. Pass e.g. lambda: model(batch).loss.backward()."
+
+
+def test_a_step_may_have_arguments_with_defaults_and_be_any_callable():
+    for step in (lambda x=3, *rest, **more: None, functools.partial(lambda x: None, 3), dict):
+        om.calibrate(step, save=False)
 
 
 def test_seconds_that_are_none_are_refused():

@@ -6,15 +6,21 @@ import pytest
 import torch
 
 import ops_math as om
-from ops_math import ArgumentError, catalog
+from ops_math import ArgumentError, UnsupportedError, catalog
 from ops_math.dispatch import count_tensors
 from ops_math.stats import stats
 
 
-def test_the_raw_operator_records_no_graph_through_its_launcher():
+def test_the_raw_operator_is_refused_where_a_gradient_would_be_lost():
+    """PyTorch only warns, in the backward alone, and gives none."""
     x = torch.randn(4, 16, requires_grad=True)
-    y, _, _ = torch.ops.ops_math.rms_norm_fwd(x, None, None, 1e-6, 0.0, torch.float32)
-    assert y.grad_fn.name() == "torch::autograd::WarnNotImplemented"  # PyTorch's word for: below autograd
+    with pytest.raises(UnsupportedError) as error:
+        torch.ops.ops_math.rms_norm_fwd(x, None, None, 1e-6, 0.0, torch.float32)
+    do = "Call the function of ops_math; what runs in a graph of torch.jit.trace is called under torch.no_grad()."
+    assert str(error.value) == f"ops_math::rms_norm_fwd: this is the operator below autograd, whose results have no gradient. {do}"
+    with torch.no_grad():
+        y, _, _ = torch.ops.ops_math.rms_norm_fwd(x, None, None, 1e-6, 0.0, torch.float32)
+    assert not y.requires_grad
 
 
 def test_tensors_must_come_first_in_a_schema():

@@ -137,3 +137,19 @@ def test_an_option_of_another_kind_is_named_with_what_it_needs(call, words):
 def test_a_number_that_pytorch_takes_is_no_fault():
     assert torch.equal(om.attention(q, q, q, scale=torch.tensor(0.5)), om.attention(q, q, q, scale=0.5))
     assert torch.equal(om.rms_norm(x, eps=0), om.rms_norm(x, eps=0.0))
+
+
+@pytest.mark.parametrize(("call", "words"), WRITTEN + OF_ANOTHER_KIND, ids=[str(i) for i in range(len(WRITTEN + OF_ANOTHER_KIND))])
+def test_the_words_reach_the_user_of_a_compiler_that_may_not_leave_its_graph(call, words):
+    """Dynamo binds arguments itself, and puts what was raised into its own message."""
+    if "adamw" in call.__code__.co_names or "shape [" in words:
+        return  # a step under a compiler is PyTorch's own
+    with pytest.raises(torch._dynamo.exc.Unsupported) as found:
+        torch.compile(call, backend="eager", fullgraph=True)()
+    assert words.replace("'", '"') in str(found.value).replace("\\'", "'").replace("'", '"')
+
+
+def test_a_call_that_binds_is_compiled_whole_with_every_way_of_giving_its_arguments():
+    weight = torch.randn(8)
+    for call in (lambda t: om.rms_norm(t, weight, eps=1e-5), lambda t: om.rms_norm(x=t, weight=weight), lambda t: om.rms_norm(t)):
+        assert torch.equal(torch.compile(call, backend="eager", fullgraph=True)(x), call(x))

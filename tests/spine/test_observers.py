@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from contextlib import contextmanager
 
@@ -88,6 +89,58 @@ def test_make_fx_traces_the_operator():
 def test_torch_jit_traces_the_operator():
     traced = torch.jit.trace(lambda x, w: om.rms_norm(x, w), x_and_weight())
     assert "ops_math::rms_norm_fwd" in str(traced.graph)
+
+
+class Layer(torch.nn.Module):
+    """A block, and an operator that is called by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = torch.nn.RMSNorm(16), torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        return om.softmax(om.residual_mlp(x, self.norm, self.mlp))
+
+
+def saved_and_loaded(traced):
+    file = io.BytesIO()
+    torch.jit.save(traced, file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+
+def test_torch_jit_traces_a_block_that_is_to_run_and_its_file_takes_other_lengths():
+    layer, longer = Layer(), torch.randn(3, 7, 16)
+    with torch.no_grad():
+        traced = torch.jit.trace(layer, (torch.randn(2, 5, 16),))
+        assert {"ops_math::rms_norm_fwd", "ops_math::softmax_fwd"} <= {node.kind() for node in traced.inlined_graph.nodes()}
+        assert torch.equal(saved_and_loaded(traced)(longer), layer(longer))
+
+
+def test_a_backward_under_torch_jit_is_refused_with_both_ways_out():
+    """PyTorch would write a call of Python into the graph, which cannot be saved, and whose check differs from itself."""
+    do = "Trace under torch.no_grad() what is to run, under ops_math.enabled(False) what is to learn; or use torch.export."
+    with pytest.raises(om.UnsupportedError) as error:
+        torch.jit.trace(Layer(), (torch.randn(2, 5, 16),))
+    assert str(error.value) == f"ops_math under torch.jit.trace: a backward of ours cannot be written into its graph. {do}"
+
+
+def test_the_second_way_out_learns():
+    layer, x = Layer(), torch.randn(2, 5, 16)
+    with om.enabled(False):
+        saved_and_loaded(torch.jit.trace(layer, (x,)))(x).square().sum().backward()
+        traced = torch.jit.trace(layer, (x,))
+        want = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+        got = torch.autograd.grad(traced(x).square().sum(), list(traced.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_a_trace_that_is_to_run_does_not_lose_gradients_without_an_error():
+    """The graph calls what lies below autograd: PyTorch warns, in the backward alone, and gives none."""
+    with torch.no_grad():
+        traced = torch.jit.trace(Layer(), (torch.randn(2, 5, 16),))
+    with pytest.raises(RuntimeError, match="this is the operator below autograd, whose results have no gradient"):
+        traced(torch.randn(2, 5, 16))
 
 
 def test_fake_tensors_stay_fake():

@@ -27,6 +27,7 @@ from ops_math.testing import Draw, run
 from ops_math.testing.capture import watch
 from ops_nn.adopt import adopt
 from ops_nn.models import build
+from tests.determinism import ranks as cuts
 from tests.determinism.calls import SAMPLES, Sample, differing, drawn, heads, in_pieces, joined, normal, outcome, params, rows
 
 PARTS = ("price", "step", "cuts", "company", "ranks", "repeats")
@@ -161,7 +162,7 @@ def in_pairs(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def level_three(dtype: torch.dtype) -> bool:
-    """Shards of heads, of a weight's outputs and of its inputs."""
+    """Shards of heads, of a weight's outputs and of its inputs, and all cuts of `tests.determinism.ranks`."""
     g = torch.Generator().manual_seed(3)
     q, k, v = (normal(g, 2, 256, h, 64).to(DEVICE, dtype) for h in (16, 4, 4))
     x, w = normal(g, 37, 1024).to(DEVICE, dtype), (normal(g, 1024, 1024) / 32).to(DEVICE, dtype)
@@ -180,9 +181,25 @@ def level_three(dtype: torch.dtype) -> bool:
             if DEVICE == "cuda":  # on a CPU its level is 2
                 units = [om.swiglu(a.contiguous(), b.contiguous()) for a, b in zip(gate.chunk(degree, 1), up.chunk(degree, 1), strict=True)]
                 fine[f"swiglu columns on {degree}"] = torch.equal(om.swiglu(gate, up), torch.cat(units, 1))
+    fine |= cuts_of_ranks(dtype)
     for name, kept in fine.items():
         say(level=3, call=name, dtype=str(dtype), kept=kept)
     return all(fine.values())
+
+
+def cuts_of_ranks(dtype: torch.dtype) -> dict[str, bool]:
+    """Whether two and four ranks that hold heads, rows or columns have the outputs and gradients of one."""
+    fine = {}
+    with om.determinism(3, token_block=16):
+        for cut in (*cuts.BY_HEADS, *cuts.BY_ROWS, *(cuts.BY_COLUMNS if DEVICE == "cuda" else ())):
+            one, *more = [cuts.at(cut, degree, DEVICE, dtype) for degree in cuts.DEGREES]
+            for degree, found in zip(cuts.DEGREES[1:], more, strict=True):
+                same = [differing(one[part], found[part]) for part in ("outputs", "gradients")]
+                fine[f"{cut.name} on {degree}"] = same == [[], []]
+        if DEVICE == "cuda":
+            one, *more = [cuts.stepped(degree, DEVICE) for degree in cuts.DEGREES]
+            fine["adamw on shards"] = all(differing(one, found) == [] for found in more)
+    return fine
 
 
 def signatures() -> bool:

@@ -18,6 +18,7 @@ from ops_math.schedule.ceilings import measure_ceilings
 from ops_math.schedule.choose import choose, predict_us
 from ops_math.schedule.collect import Collector, Met
 from ops_math.schedule.identity import identity_of
+from ops_math.schedule.levels import chosen_for
 from ops_math.schedule.measure import Limits, measure
 from ops_math.schedule.record import EMPTY, Measurement, bucket, from_row, label, to_row
 from ops_math.schedule.trial import CandidateFailedError, DeviceHungError, NotMeasuredError, in_words
@@ -77,17 +78,23 @@ def calibrate(
     Returns: a `Calibration`; `str()` of it is a table. A candidate that fails, hangs, gives wrong numbers or takes too much memory is
     skipped and named there.
 
+    A measurement is of the determinism level in force, and used at that level alone. From level 1 on it may exchange only what gives the
+    same bits, so a calibration changes none; from level 2 on candidates run as that level runs them, and one measurement stands for all
+    numbers of rows, that of the call that moves most.
+
     With several ranks all call it; each problem is measured by the first rank that met it, rank 0 merges, and all take its record.
 
-    Raises: ArgumentError for seconds that are not positive; UnsupportedError while frozen, or where ranks' devices differ.
+    Raises: ArgumentError for a step that cannot be called without arguments, and for seconds that are not positive; UnsupportedError
+        while frozen, or where ranks' devices differ.
     """
+    checks.runs_alone("calibrate", "step_fn", step_fn, "one training step", "lambda: model(batch).loss.backward()")
     checks.positive("calibrate", "seconds", seconds)
     live.refuse_when_frozen("calibrate")
     start = time.perf_counter()
     collector = Collector(KEPT_BYTES)
     with collector:
         step_fn()
-    met = _mine(list(collector.met.values()))
+    met = _mine(_one_of_each(list(collector.met.values())))
     ensure_ceilings({one.device for one in met}, save)
     wanted = [one for one in met if anew or not _known(one)]
     tell = progress or (lambda words, done, total: None)
@@ -106,12 +113,28 @@ def _policy() -> settings.Policy:
     return settings.policy()._replace(determinism=settings.determinism_level(), forced=())
 
 
+def _stands_for(one: Met) -> Any:
+    """The problem that its choice is made for: from level 2 on all numbers of rows share one."""
+    policy = _policy()
+    return chosen_for(live.LIVE.operators[one.op].implementations()[0].levels, one.problem, policy.determinism, policy.token_block)
+
+
+def _one_of_each(met: Sequence[Met]) -> list[Met]:
+    """Of those that one choice is made for, the one that moves most bytes, for it is measured for all."""
+    found: dict[tuple[Any, ...], Met] = {}
+    for one in sorted(met, key=lambda m: live.LIVE.operators[m.op].cost(m.problem, m.phase).bytes, reverse=True):
+        found.setdefault((one.op, one.phase, _stands_for(one), one.device), one)
+    kept = {id(one) for one in found.values()}
+    return [one for one in met if id(one) in kept]
+
+
 def _model_is_close(one: Met, found: Measurement) -> bool:
     """Whether what the roofline chooses, with neither shipped nor local measurements, was nearly the fastest."""
     operator, device = live.LIVE.operators[one.op], backends.device_of(one.device)
     bare = EMPTY._replace(ceilings=live.record_for(device).ceilings)
-    cost = operator.cost(one.problem, one.phase)
-    choice = choose(operator.implementations(), one.problem, cost, found.dtype, one.phase, device, _policy(), bare)
+    problem = _stands_for(one)
+    cost = operator.cost(problem, one.phase)
+    choice = choose(operator.implementations(), problem, cost, found.dtype, one.phase, device, _policy(), bare)
     taken = found.times_us.get(label(choice.implementation.name, choice.config))
     return taken is not None and taken <= CLOSE * min(found.times_us.values())
 
@@ -119,7 +142,8 @@ def _model_is_close(one: Met, found: Measurement) -> bool:
 def _known(one: Met) -> bool:
     operator = live.LIVE.operators[one.op]
     record = live.record_for(backends.device_of(one.device))
-    return record.measurement(one.op, one.phase, operator.file("problem").storage(one.problem), _policy(), one.problem)[1]
+    problem = _stands_for(one)
+    return record.measurement(one.op, one.phase, operator.file("problem").storage(problem), _policy(), problem)[1]
 
 
 def _by_weight(met: Sequence[Met]) -> list[Met]:
@@ -208,9 +232,10 @@ def _mine(met: list[Met]) -> list[Met]:
     if live.world_size() == 1:
         return met
     keys: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(keys, [(one.op, one.phase, str(one.problem)) for one in met])
+    own = [(one.op, one.phase, str(_stands_for(one))) for one in met]
+    dist.all_gather_object(keys, own)
     lower = {tuple(key) for theirs in keys[: dist.get_rank()] for key in theirs}
-    return [one for one in met if (one.op, one.phase, str(one.problem)) not in lower]
+    return [one for one, key in zip(met, own, strict=True) if key not in lower]
 
 
 def _take(found: list[tuple[torch.device, Measurement]], save: bool) -> None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from ops_math import settings
 from ops_math.schedule.choose import choose, configurations, predict_us, reason_against
+from ops_math.schedule.levels import chosen_for
 from ops_math.schedule.live import Operator, record_for
 from ops_math.schedule.record import Record, label
 from ops_math.settings import Policy
@@ -59,10 +60,8 @@ def explain(
     Raises: UnsupportedError where nothing can run it, as a call would.
     """
     policy = policy or settings.policy()._replace(determinism=settings.determinism_level())
-    stated = operator.implementations()[0].levels
     posed = problem
-    if policy.determinism >= 2 and stated is not None:  # as a call is chosen for: without its rows
-        problem = stated.canonical(problem, policy.token_block)
+    problem = chosen_for(operator.implementations()[0].levels, problem, policy.determinism, policy.token_block)
     record = record_for(device) if record is None else record
     storage, cost = operator.file("problem").storage(problem), operator.cost(problem, phase)
     on = record.on(device, storage)

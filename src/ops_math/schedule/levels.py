@@ -92,6 +92,11 @@ class Levels(NamedTuple):
 NOTHING_STATED = Levels({}, "unknown", whole={})
 
 
+def chosen_for(stated: Levels | None, problem: Any, level: int, token_block: int) -> Any:
+    """The problem that a choice is made for, measured and recorded: from level 2 on without what the choice must not depend on."""
+    return problem if level < 2 or stated is None else stated.canonical(problem, token_block)
+
+
 class _Call(NamedTuple):
     """A call to cut: the problem with parameters in at least fp32, its tensors by rows."""
 

@@ -16,8 +16,9 @@ import torch
 from ops_math import backends, settings
 from ops_math.schedule import accuracy
 from ops_math.schedule.ceilings import synchronize
-from ops_math.schedule.choose import Able, configurations, sort_candidates
+from ops_math.schedule.choose import Able, configurations, reason_against, sort_candidates
 from ops_math.schedule.identity import source_of
+from ops_math.schedule.levels import Levels, chosen_for
 from ops_math.schedule.live import Operator, record_for
 from ops_math.schedule.record import Measurement, Record, bucket, label, policy_text
 from ops_math.schedule.timing import Stopwatch, Timing, decide, interleave, summary
@@ -57,20 +58,37 @@ class Bench:
         self.operator, self.phase, self.args, self.limits, self.policy = operator, phase, list(args), limits, policy
         entered = operator.phases[phase]
         self.problem, self.problem_of, self.num_tensors = entered.problem_of(*args), entered.problem_of, entered.num_tensors
+        self.levels: Levels | None = operator.implementations()[0].levels
+        self.stands_for = chosen_for(self.levels, self.problem, policy.determinism, policy.token_block)
         self.torch_device = args[0].device
         self.device = backends.device_of(self.torch_device)
         self.room: accuracy.Oracle | None = None
         self.trial = Trial(self.torch_device)
         synchronize(self.torch_device)  # the trial's thread has a stream of its own, and the arguments must be there
 
-    def launch(self, pair: Pair, problem: Any = None, args: Sequence[Any] | None = None) -> tuple[torch.Tensor, ...]:
-        """Run a candidate once; an operator that writes in place gets a copy to write into."""
+    def launcher(self, pair: Pair) -> Callable[..., Any]:
+        """What a step would call: from level 2 on piece by piece where the promise needs it."""
+        launcher = pair.candidate.launcher(self.phase)
+        if self.policy.determinism < 2 or self.levels is None:
+            return launcher
+        return self.levels.launcher(pair.candidate.name, self.phase, launcher, self.policy.token_block)
+
+    def launch(self, pair: Pair) -> tuple[torch.Tensor, ...]:
+        """Run a candidate once, as a step would."""
+        return self.run(self.launcher(pair), pair.config)
+
+    def plainly(self, pair: Pair, problem: Any = None, args: Sequence[Any] | None = None) -> tuple[torch.Tensor, ...]:
+        """Run one for what its results show, whatever the level."""
+        return self.run(pair.candidate.launcher(self.phase), pair.config, problem, args)
+
+    def run(
+        self, launcher: Callable[..., Any], config: Any, problem: Any = None, args: Sequence[Any] | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Call a launcher; an operator that writes in place gets a copy to write into."""
         given = list(self.args if args is None else args)
         if self.phase == "inplace":
             given[0] = given[0].clone()
-        returned = pair.candidate.launcher(self.phase)(
-            self.problem if problem is None else problem, pair.config, *given[: self.num_tensors]
-        )
+        returned = launcher(self.problem if problem is None else problem, config, *given[: self.num_tensors])
         return accuracy.as_results(returned, given)
 
     def call(self, pair: Pair) -> Callable[[], Any]:
@@ -78,11 +96,13 @@ class Bench:
         given = self.args[: self.num_tensors]
         if self.phase == "inplace":
             given = [given[0].clone(), *given[1:]]
-        return functools.partial(pair.candidate.launcher(self.phase), self.problem, pair.config, *given)
+        return functools.partial(self.launcher(pair), self.problem, pair.config, *given)
 
     def oracle(self, able: list[Able]) -> accuracy.Oracle:
         """What results are held to: `eager` in float64, in float32 where that does not fit, else PyTorch's own in the same dtype."""
-        eager = next((one.candidate for one in able if one.candidate.name == "eager"), None)
+        eager = next((i for i in self.operator.implementations() if i.name == "eager"), None)
+        if eager is not None and reason_against(eager, self.problem, self.device, self.phase, 0) is not None:
+            eager = None  # what it promises of its bits does not matter here
         failed: list[str] = []
         if eager is not None:
             config = configurations(eager, self.problem, self.device, self.phase, 0)[0]
@@ -93,8 +113,8 @@ class Bench:
                     continue
                 try:
                     widest = Pair("eager", eager, configurations(eager, problem, self.device, self.phase, 0)[0])
-                    results = self.trial.run(functools.partial(self.launch, widest, problem, wide), self.limits.trial_seconds)
-                    yardstick = self.trial.run(functools.partial(self.launch, Pair("eager", eager, config)), self.limits.trial_seconds)
+                    results = self.trial.run(functools.partial(self.plainly, widest, problem, wide), self.limits.trial_seconds)
+                    yardstick = self.trial.run(functools.partial(self.plainly, Pair("eager", eager, config)), self.limits.trial_seconds)
                     return accuracy.oracle_of(results, yardstick, f"eager in {name}", accuracy.is_narrow(self.args))
                 except CandidateFailedError as error:
                     failed.append(f"eager in {name} {error}")  # narrower, then coarser; the oracle's name tells which it was
@@ -115,13 +135,14 @@ class Bench:
                 args = accuracy.nudged(self.args)
                 problem = self.problem_of(*args)
                 pair = Pair("eager", eager, configurations(eager, problem, self.device, self.phase, 0)[0])
-                self.room = accuracy.conditioned(oracle, self.launch(pair, problem, args))
+                self.room = accuracy.conditioned(oracle, self.plainly(pair, problem, args))
         return self.room
 
     def pairs(self, able: Sequence[Able]) -> list[Pair]:
         """The first configuration of each, then the others."""
         listed = [
-            (one.candidate, configurations(one.candidate, self.problem, self.device, self.phase, self.policy.determinism)) for one in able
+            (one.candidate, configurations(one.candidate, self.stands_for, self.device, self.phase, self.policy.determinism))
+            for one in able
         ]
         deepest = max((len(configs) for _, configs in listed), default=0)
         return [Pair(label(c.name, cs[n]), c, cs[n]) for n in range(deepest) for c, cs in listed if n < len(cs)]
@@ -162,7 +183,8 @@ def measure(
         phase: `fwd`, `bwd` or `inplace`.
         args: the arguments of the dispatcher operator, tensors on the device; they are not changed.
         limits: time [s] and memory [GiB]; by default 2 s.
-        policy: by default the one in force. Nothing that was forced counts.
+        policy: by default the one in force. Nothing that was forced counts. From determinism level 2 on candidates are those of the level,
+            run as it runs them, and the measurement is of the problem that the choice is made for, which has no rows of its own.
         record: whose ceilings predict, and whose winner is the incumbent; by default the process's own.
         progress: is told in a few words what is being done.
         left_out: labels of candidates that are not to be run, with the reason.
@@ -175,9 +197,10 @@ def measure(
     policy = (policy or settings.policy()._replace(determinism=settings.determinism_level()))._replace(forced=())
     bench = Bench(operator, phase, args, limits, policy)
     record = record_for(bench.device) if record is None else record
-    dtype = operator.file("problem").storage(bench.problem)
-    cost = operator.cost(bench.problem, phase)
-    able, _ = sort_candidates(operator.implementations(), bench.problem, cost, phase, record.on(bench.device, dtype), policy)
+    posed = bench.stands_for
+    dtype = operator.file("problem").storage(posed)
+    cost = operator.cost(posed, phase)
+    able, _ = sort_candidates(operator.implementations(), posed, cost, phase, record.on(bench.device, dtype), policy)
     if not able:
         raise NotMeasuredError("no implementation can run it")
     tried, refused = worth_trying(able)
@@ -195,12 +218,12 @@ def measure(
         bench.trial.close()
     if not finals:
         raise NotMeasuredError("; ".join(f"{name}: {why}" for name, why in refused.items()))
-    before, exactly = record.measurement(operator.name, phase, dtype, policy, bench.problem)
+    before, exactly = record.measurement(operator.name, phase, dtype, policy, posed)
     preferred = [pair.name for one in able for pair in bench.pairs([one])]
     winner, ties = decide({n: finals[n] for n in preferred if n in finals}, before.winner if before is not None and exactly else None)
     taken = {n: finals[n] if n in finals else first[n][1] for n in preferred if n in first and n not in refused}
     return Measurement(
-        operator.name, phase, str(bench.problem), bucket(bench.problem), dtype, policy_text(policy), source_of(able[0].candidate),
+        operator.name, phase, str(posed), bucket(posed), dtype, policy_text(policy), source_of(able[0].candidate),
         {name: round(t.us, 2) for name, t in taken.items()}, {name: round(t.noise, 4) for name, t in taken.items()},
         {name: round(t.host_us, 2) for name, t in taken.items()}, winner, ties, refused, oracle.words,
         datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"),

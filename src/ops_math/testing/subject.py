@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -130,17 +130,23 @@ def families(inputs: Any, frozen: Sequence[int | str] = ()) -> tuple[Family, ...
         inputs = inputs()
     if callable(inputs):
         inputs = (inputs,)
+    if not isinstance(inputs, Iterable) or isinstance(inputs, str):
+        _not_inputs(inputs)
     items: Iterable[tuple[str, Any]]
     items = inputs.items() if isinstance(inputs, Mapping) else (("", one) for one in inputs)
     return tuple(_family(name, one, tuple(frozen)) for name, one in items)
+
+
+def _not_inputs(made: Any) -> NoReturn:
+    needs = "functions of a draw, e.g. `lambda d, rows=64: (d.normal(rows, 256),)`, or Cases"
+    checks.fail("verify", "inputs", needs, type(made).__name__, "See ops_math.testing.Draw for what a draw makes.")
 
 
 def _family(name: str, made: Any, frozen: tuple[int | str, ...]) -> Family:
     if isinstance(made, Case):
         return Family(name or made.name, made.make, (), frozen + made.frozen, made.dtypes, made.looser)
     if not callable(made):
-        needs = "functions of a draw, e.g. `lambda d, rows=64: (d.normal(rows, 256),)`, or Cases"
-        checks.fail("verify", "inputs", needs, type(made).__name__, "See ops_math.testing.Draw for what a draw makes.")
+        _not_inputs(made)
     found = [(n, p.default) for n, p in inspect.signature(made).parameters.items()]
     sizes = tuple((n, d) for n, d in found if isinstance(d, int) and not isinstance(d, bool))
     own = getattr(made, "__name__", "")

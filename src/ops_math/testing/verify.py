@@ -163,6 +163,9 @@ def verify(
     if isinstance(op, type) and issubclass(op, torch.nn.Module):
         do = f"Make one: {op.__name__}(...)."
         checks.fail("verify", "op", "a function, or a module that is made", f"the class {op.__name__}", do)
+    for argument, value in (("op", op), ("reference", reference), ("yardstick", yardstick or op)):
+        if not callable(value):
+            checks.fail("verify", argument, "a function of the inputs", type(value).__name__, "Pass what computes it.")
     made = families(inputs, frozen)
     session = _Session(Subject(op, reference, yardstick, name or _name_of(op)), device)
     own = ", ".join(n for n, p in op.named_parameters() if p.requires_grad) if isinstance(op, torch.nn.Module) else ""

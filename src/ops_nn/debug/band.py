@@ -111,6 +111,10 @@ def loss_band(run: Callable[[int], Iterable[float]], seeds: Iterable[int] = rang
     Raises:
         ArgumentError: for fewer seeds, a seed twice, losses that are one number, not finite or none, or runs of different lengths.
     """
+    if not callable(run):
+        raise om.ArgumentError(f"loss_band: run must be a function of a seed; got {type(run).__name__}. Pass what trains, not its losses.")
+    if not isinstance(seeds, Iterable):
+        raise om.ArgumentError(f"loss_band: seeds must be at least {FEWEST} different numbers; got {seeds!r}. Pass range({seeds}).")
     chosen = tuple(seeds)
     if len(set(chosen)) < FEWEST or len(set(chosen)) != len(chosen):
         raise om.ArgumentError(f"loss_band: seeds must be at least {FEWEST} different numbers; got {list(chosen)}. Pass range(5).")

@@ -2,7 +2,8 @@
 
 A module is a culprit where what it was given agrees and what it made of it does not: its error is beyond what rounding explains plus
 `GROWTH` times the error that it was given. Of nested ones the innermost is named. What it was given is, in the forward, its inputs; in
-the backward its output gradients, and the values of the forward, which the backward reads.
+the backward its output gradients, and the values of the forward, which the backward reads. Of compiled code only the boundary is seen:
+what rounding explains of each of the n modules inside counts as given too, as of n independent errors.
 """
 
 from __future__ import annotations
@@ -142,12 +143,32 @@ class Comparison:
 
     def _blame(self, call: Call, where: tuple[str, int, str], had: float) -> Culprit | None:
         """The call as a culprit, if a tensor there is not explained by what it had; its own result is what is named."""
-        bad = [key for key in self._of_call.get(where, ()) if _unexplained(self.differences[key], had)]
+        bad = [key for key in self._of_call.get(where, ()) if self._unexplained(key, had)]
         if not bad:
             return None
-        own = [key for key in self._of_call.get((call.module, call.number, FORWARD), ()) if _unexplained(self.differences[key], had)]
+        own = [key for key in self._of_call.get((call.module, call.number, FORWARD), ()) if self._unexplained(key, had)]
         key = min(own or bad, key=lambda k: self.a.records[k].order)  # an operator inside is seen before the module's result
         return Culprit(key, self.differences[key], had)
+
+    def _unexplained(self, key: Key, given: float) -> bool:
+        """Whether an error is beyond rounding, and beyond what may have become of the error that was given."""
+        found = self.differences[key]
+        if found.bitwise or math.isinf(given):
+            return False
+        return not found.l2 <= found.limit + GROWTH * (given + self._given_inside(key))
+
+    def _given_inside(self, key: Key) -> float:
+        """What rounding explains of the modules that ran unseen in the compiled code that a tensor came out of; a measured floor holds
+        that already. Where no call at all was seen, as of a compiled function, that code is the whole model."""
+        if key in self.floors:
+            return 0.0
+        traces = (self.a, self.b)
+        compiled = (path for path in _outwards(key.module) if any(t.modules.get(path, {}).get("compiled") for t in traces))
+        region = next(compiled, None if all(t.calls for t in traces) else "")
+        if region is None:
+            return 0.0
+        calls = [sum(_holds(region, call.module) for call in t.calls) for t in traces]
+        return self.differences[key].limit * math.sqrt(max(*calls, sum(_holds(region, path) for path in self.a.modules)))
 
     def _innermost(self, found: list[Culprit]) -> list[Culprit]:
         """Without those that hold another one."""
@@ -168,7 +189,7 @@ class Comparison:
         for call in sorted(self.a.calls, key=lambda c: -c.end):
             for key in self._of_call.get((call.module, call.number, INPUT_GRADIENT), ()):
                 given = self._given_backward(key)
-                if given is not None and _unexplained(self.differences[key], given) and not self._vanishes(key):
+                if given is not None and self._unexplained(key, given) and not self._vanishes(key):
                     found.append(Culprit(key, self.differences[key], given))
         for key in self._gradients_of_one(INPUT_GRADIENT):
             given = self._given_backward(key)
@@ -178,7 +199,7 @@ class Comparison:
         blamed = {c.key.module for c in found}
         for key in self._parameter_keys():
             given = self._given_parameter(key)
-            wrong = given is not None and _unexplained(self.differences[key], given) and not self._cancels(key)
+            wrong = given is not None and self._unexplained(key, given) and not self._cancels(key)
             if wrong and not self._inside(key.module, blamed):
                 found.append(Culprit(key, self.differences[key], given or 0.0))
         for key in self._gradients_of_one(PARAMETER_GRADIENT):
@@ -251,6 +272,8 @@ class Comparison:
         """The same for a parameter's gradient: over all modules that hold it, in both runs alike."""
         found = [self._given_holder(module) for module in self._holders(key)]
         known = [g for g in found if g is not None]
+        if not known and not any(k.direction == OUTPUT_GRADIENT for k in self.differences):
+            return 0.0  # no call was seen in both, so that nothing else can show an error
         return max(known) if known else None
 
     def _holders(self, key: Key) -> list[str]:
@@ -290,14 +313,6 @@ class Comparison:
                 verdict = DIFFERENT
             rows.append(Row(key, found, verdict))
         return rows
-
-
-def _unexplained(found: Difference, given: float) -> bool:
-    if found.bitwise:
-        return False
-    if math.isinf(given):
-        return False
-    return not found.l2 <= found.limit + GROWTH * given
 
 
 def _joined(found: list[Culprit], a: Trace) -> list[Culprit]:

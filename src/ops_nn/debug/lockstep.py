@@ -89,7 +89,9 @@ class _Capture:
 
 
 def _keeper(entry: _Entry, name: str) -> Any:
-    def keep(gradient: Tensor) -> None:
+    def keep(gradient: Tensor | None) -> None:
+        if gradient is None:  # of a node with several results, one that nobody used
+            return
         own, other = gradient.detach().clone(), entry.gradients.get(name)
         entry.gradients[name] = own if other is None else other + own
 
@@ -122,7 +124,7 @@ def _run_alone(module: nn.Module, entry: _Entry, change: Callable[[Tensor], Tens
             not torch.equal(x, y) for x, y in zip(_random_state()[1], entry.random[1], strict=True)
         )
         inputs = {leaf.name: leaf.carrier for leaf in trees.arguments(leaves, named) if leaf.carrier.requires_grad}
-        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        parameters = {name: p for name, p in names.parameters(module).items() if p.requires_grad}
         pairs = [(results[n][0], g) for n, g in entry.gradients.items() if n in results and results[n][0].requires_grad]
         sources = [*inputs.values(), *parameters.values()]
         grads: tuple[Any, ...] = (None,) * len(sources)
@@ -183,7 +185,7 @@ class _Writer:
                 trace.modules[path] = {
                     "facts": names.facts(place.module),
                     "aliases": list(place.aliases),
-                    "recipe": recipe.describe(place.module),
+                    "recipe": recipe.describe(names.unwrapped(place.module)),
                 }
             for (path, name), value in names.tensors_of(found).items():
                 self.put(trace, Key(path, 0, PARAMETER, name), value)
@@ -265,7 +267,7 @@ def _one(writer: _Writer, entry: _Entry, module_a: nn.Module, module_b: nn.Modul
     exact = None
     if not own.drew:
         try:
-            exact = _run_alone(copy.deepcopy(module_a).double(), entry, _double, autocast=False)
+            exact = _run_alone(copy.deepcopy(names.unwrapped(module_a)).double(), entry, _double, autocast=False)
         except REFUSALS as error:
             writer.traces[0].notes.append(f"{where}: no float64 replay: {str(error).splitlines()[0]}")
     given = {leaf.name: leaf.value() for leaf in trees.arguments(entry.args, entry.kwargs)}

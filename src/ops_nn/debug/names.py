@@ -44,6 +44,14 @@ def is_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == _COMPILED or module.__dict__.get("_compiled_call_impl") is not None
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module that torch.compile was given, whose class, attributes and own parameters are meant."""
+    inner = module
+    while type(inner).__name__ == _COMPILED and isinstance(inner._modules.get("_orig_mod"), nn.Module):
+        inner = inner._modules["_orig_mod"]  # type: ignore[assignment]
+    return inner
+
+
 def _shared_name(path: str, wrapping: set[str]) -> tuple[str, list[str]]:
     """The name without wrappers, and what was taken out."""
     kept, removed, so_far = [], [], ""
@@ -94,6 +102,7 @@ def _plain(prefix: str, value: Any) -> dict[str, Any]:
 
 def facts(module: nn.Module) -> dict[str, Any]:
     """What can be said of a module in plain values: class, attributes (eps, p, scale, ...), parameters and their dtypes."""
+    module = unwrapped(module)
     own: dict[str, Any] = {"class": class_name(module)}
     for name, value in vars(module).items():
         if not name.startswith("_"):
@@ -116,9 +125,19 @@ def tensors_of(found: Layout) -> dict[tuple[str, str], Tensor]:
     return {
         (path, name): value
         for path, place in found.places.items()
-        for name, value in (*place.module._parameters.items(), *place.module._buffers.items())
+        for own in (unwrapped(place.module),)
+        for name, value in (*own._parameters.items(), *own._buffers.items())
         if value is not None
     }
+
+
+def parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The module's parameters by shared name, each under its first."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for (path, name), value in tensors_of(layout(module)).items():
+        if isinstance(value, nn.Parameter):
+            found.setdefault(id(value), (f"{path}.{name}".strip("."), value))
+    return dict(found.values())
 
 
 def ties(found: Layout) -> dict[str, str]:
@@ -126,7 +145,7 @@ def ties(found: Layout) -> dict[str, str]:
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for path, place in found.places.items():
-        for name, value in place.module._parameters.items():
+        for name, value in unwrapped(place.module)._parameters.items():
             if value is not None:
                 full = f"{path}.{name}".strip(".")
                 holder = first.setdefault(id(value), full)

@@ -150,13 +150,10 @@ class Observer:
         for path, place in self.layout.places.items():
             trace.modules[path] = {"facts": names.facts(place.module), "aliases": list(place.aliases)}
             if trace.mode == FULL:
-                trace.modules[path]["recipe"] = recipe.describe(place.module)
+                trace.modules[path]["recipe"] = recipe.describe(names.unwrapped(place.module))
         trace.ties = names.ties(self.layout)
         if self.layout.removed:
             self.note(f"taken out of names: {', '.join(self.layout.removed)}")
-        for path in self.layout.compiled:
-            inside = sum(name.startswith(f"{path}." if path else "") and name != path for name in self.layout.places)
-            self.note(f"{path or 'the model'} is compiled: seen at its boundary, its {inside} inner modules are not")
         for path, place in self.layout.places.items():
             if place.aliases:
                 self.note(f"{path} is also {', '.join(place.aliases)}: its calls are numbered under the first name")
@@ -201,9 +198,28 @@ class Observer:
         for key, gradient in self.halves.items():  # only one of the two copies was used
             self.see(key, gradient, lasting=False)
         self.halves.clear()
+        self._say_what_was_compiled()
         self._collect()
         self.trace.notes += list(self.notes)
         self.seen.clear()
+
+    def _say_what_was_compiled(self) -> None:
+        """Mark the modules whose inside was not seen, and say how it can be."""
+        inside = {path: [name for name in self.layout.places if _is_below(name, path)] for path in self.layout.compiled}
+        called = {call.module for call in self.trace.calls}
+        unseen = {path: below for path, below in inside.items() if not called & set(below)}
+        for path in unseen:
+            self.trace.modules[path]["compiled"] = True
+        look = "not; trace under torch.compiler.set_stance('force_eager') to look inside"
+        first = next(iter(unseen), "") or "the model"
+        if len(unseen) == 1:
+            self.note(f"{first} is compiled: seen at its boundary, its {len(*unseen.values())} inner modules are {look}")
+        elif unseen:
+            count, many = len(set().union(*unseen.values())), f"{len(unseen)} modules are compiled, the first {first}"
+            self.note(f"{many}: seen at their boundaries, {count} modules inside are {look}")
+        if self.gradients and not called and any(p.key.direction == PARAMETER_GRADIENT for p in self.pending):
+            why = "as where a function that calls the model is compiled"
+            self.note(f"no call of a module was seen, {why}: parameters and gradients alone are")
 
     def _collect(self) -> None:
         """One transfer for each device."""
@@ -344,8 +360,8 @@ class Observer:
     def _part_reader(self, key: Key) -> Any:
         """One of the two gradients that a tensor and its narrow copy get."""
 
-        def read(gradient: Tensor) -> None:
-            if not self.active:
+        def read(gradient: Tensor | None) -> None:
+            if not self.active or gradient is None:
                 return
             other = self.halves.pop(key, None)
             if other is None:
@@ -357,8 +373,8 @@ class Observer:
         return read
 
     def _reader(self, key: Key) -> Any:
-        def read(gradient: Tensor) -> None:
-            if self.active:
+        def read(gradient: Tensor | None) -> None:
+            if self.active and gradient is not None:  # None: of a node with several results, one that nobody used outside
                 self.see(key, gradient)
 
         return read
@@ -381,6 +397,10 @@ def _name(dtype: torch.dtype) -> str:
 
 def _same_view(old: Tensor, t: Tensor) -> bool:
     return old.shape == t.shape and old.stride() == t.stride() and old.dtype == t.dtype and old.device == t.device
+
+
+def _is_below(name: str, path: str) -> bool:
+    return name != path and (not path or name.startswith(f"{path}."))
 
 
 def _blocks(layout: names.Layout) -> set[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import ops_math as om
+from ops_nn.optim import asked
 from ops_nn.optim.gathering import Gatherer, require
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -39,7 +40,8 @@ class AdamW(torch.optim.AdamW):
 
     Precision: arithmetic in fp32 (fp64 for fp64), bias corrections in fp64, one rounding at each store.
     Determinism: level 1.
-    Raises: ArgumentError for what is refused, for sparse gradients and for tensor subclasses other than DTensor.
+    Raises: ArgumentError for what is refused, for settings out of their bounds, for what is no list of parameters (a TypeError as well, as
+        PyTorch's), for sparse gradients and for tensor subclasses other than DTensor.
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
     """
 
@@ -67,7 +69,8 @@ class AdamW(torch.optim.AdamW):
         require(not foreach, "foreach", "None or False", repr(foreach), do)
         require(fused is not False, "fused", "None or True", repr(fused), do)
         require(not differentiable, "differentiable", "False", repr(differentiable), do)
-        require(not any(isinstance(b, torch.Tensor) for b in betas), "betas", "two numbers", "tensors", "Pass float(beta).")
+        params = asked.listed(params)
+        asked.settings({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         wanted = (None, torch.float32, torch.bfloat16)
         require(state_dtype in wanted, "state_dtype", "None, torch.float32 or torch.bfloat16", str(state_dtype), "Pick one of these.")
         is_rng = stochastic_rounding is None or isinstance(stochastic_rounding, om.Rng)
@@ -78,6 +81,18 @@ class AdamW(torch.optim.AdamW):
         self.state_dtype, self.master_weights, self.stochastic_rounding = state_dtype, master_weights, stochastic_rounding
         self._keep_nothing()
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, capturable=capturable, fused=True)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, with settings of its own where it states them.
+
+        Args:
+            param_group: `params`, and any of lr, betas, eps, weight_decay, amsgrad and maximize; other entries are left as they are.
+
+        Raises: ArgumentError for settings out of their bounds (PyTorch looks at those of the whole optimizer alone), for tensors that
+            are no leaves or are in another group; it is a TypeError or a KeyError as well where PyTorch raises that.
+        """
+        asked.group(param_group, self.defaults, {p for group in self.param_groups for p in group["params"]})
+        super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("state_dtype", "master_weights", "stochastic_rounding")
@@ -132,9 +147,16 @@ class AdamW(torch.optim.AdamW):
         """Load a state dict of this class or of `torch.optim.AdamW`.
 
         The averages come in this optimizer's `state_dtype` straight from the file, not by way of the parameter's dtype.
+
+        Raises: ArgumentError where its groups are others than this optimizer's.
         """
         seen: list[dict[str, Any]] = []
-        handle = self.register_load_state_dict_pre_hook(lambda _, final: seen.append(final))  # the last hook: it sees what is loaded
+
+        def look(_: Any, final: dict[str, Any]) -> None:
+            asked.loadable(final, self.param_groups)
+            seen.append(final)
+
+        handle = self.register_load_state_dict_pre_hook(look)  # the last hook: it sees what is loaded
         try:
             super().load_state_dict(state_dict)
         finally:

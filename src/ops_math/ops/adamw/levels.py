@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from ops_math.ops.adamw.problem import AdamWProblem
 from ops_math.schedule.levels import Levels
 from ops_math.spec import Offer
 
-# No sums: an element sees only itself, whatever the batch was.
-LEVELS = Levels(
-    {name: Offer(2, "a shard of a parameter may end in other instructions") for name in ("vendor", "eager")} | {"triton_gpu": Offer(3)},
-    "none",
-)
+SHARD = "a shard of a parameter may end in other instructions"
+PLACE = "stochastic rounding draws by an element's place in its shard"
+
+
+def offers(p: AdamWProblem, implementation: str, config: Any, phase: str) -> Offer:
+    """No sums: an element sees only itself, whatever the batch was."""
+    if implementation != "triton_gpu":
+        return Offer(2, SHARD)
+    return Offer(2, PLACE) if p.stochastic else Offer(3)
+
+
+LEVELS = Levels(offers, "none")

@@ -50,8 +50,10 @@ def adamw(
         options: `foreach`, `fused` and `capturable` of PyTorch's functional AdamW, which runs where the library is switched off.
 
     Precision: arithmetic in fp32 (fp64 for fp64), bias corrections in fp64, one rounding at each store.
-    Determinism: level 1; no sums. Stochastic rounding is a function of key, parameter number, step and place.
-    Raises: ArgumentError for lists that do not belong together; UnsupportedError for a capture without an earlier step.
+    Determinism: no sums; level 3 on a GPU, 2 on a CPU and with stochastic rounding, a function of key, parameter number, step and place in
+        the tensor that is given, which may be a shard.
+    Raises: ArgumentError for lists that do not belong together; UnsupportedError for a capture without an earlier step, and
+        for a determinism level that is not offered.
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019; Kingma and Ba, Adam, 2015.
     """
     groups = _numbered(groups)

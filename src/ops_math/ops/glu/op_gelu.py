@@ -8,7 +8,7 @@ import torch
 
 from ops_math import checks, settings
 from ops_math.dispatch import absent, apply, define, needs_grad, once_differentiable, store_dtype
-from ops_math.ops.glu import plain_gelu
+from ops_math.ops.glu import levels_gelu, plain_gelu
 from ops_math.ops.glu.problem_gelu import GeluProblem
 from ops_math.spec import dtype_name as name_of
 from ops_math.spec import product
@@ -84,8 +84,9 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None = None, *, approximate: str 
 
     Precision: arithmetic in fp32 (fp64 for fp64); one rounding, at the store. The bias's gradient is the sum over rows of unrounded
         values, in fp32. An input of -inf gives NaN, as in PyTorch.
-    Determinism: level 3 on a GPU, 2 on a CPU; the sum for the bias is taken token block by token block from level 2 on.
-    Raises: ArgumentError for an integer input, a bias of another width or device, an unknown `approximate`.
+    Determinism: level 3 on a GPU, 2 on a CPU and for a bias that learns, whose sum is taken token block by token block from level 2 on.
+    Raises: ArgumentError for an integer input, a bias of another width or device, an unknown `approximate`; UnsupportedError for a bias
+        that learns at level 3.
     Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016. dx = dy (Phi(z) + z phi(z)), dbias its sum over rows.
     """
     checks.floating("gelu", "x", x)
@@ -99,6 +100,8 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None = None, *, approximate: str 
         return plain_gelu.gelu(x, bias, approximate=approximate)
     out = store_dtype(x)
     if needs_grad(x, bias):
+        if bias is not None and bias.requires_grad and settings.determinism_level() >= 3:  # in words here, not in the backward
+            checks.refuse("gelu at determinism level 3", levels_gelu.BIAS, "Add it before, om.gelu(x + bias), or ask for level 2.")
         return apply(_Gelu, x, bias, approximate, out)
     return OP.fwd(x, bias, approximate, out)
 
