@@ -17,8 +17,14 @@ from ops_math.layout import alignment
 from ops_math.ops._tiles import ends
 
 ROOT = Path(__file__).parents[2]
-# Faults of what wide rows do not use: they have one row a tile, begin where `boundary` says, and are called with what starts together.
-ELSEWHERE = ["rows of several leads in one tile", "a body from the second boundary on", "tensors that start elsewhere"]
+# Faults that wide rows do not show: their body is of whole blocks here, they have one row a tile, begin where `boundary` says, and are
+# called with what starts together.
+ELSEWHERE = [
+    "a body that takes the neighbour's values",
+    "rows of several leads in one tile",
+    "a body from the second boundary on",
+    "tensors that start elsewhere",
+]
 
 
 def covered(num_cols: int, head: int, body: int, width: int) -> bool:
