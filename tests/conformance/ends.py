@@ -1,4 +1,4 @@
-"""Kernels of rows cut at the 16-byte grid, in Triton's interpreter: `TRITON_INTERPRET=1 python -m tests.conformance.ends`.
+"""Kernels of rows off the 16-byte grid, in Triton's interpreter: `TRITON_INTERPRET=1 python -m tests.conformance.ends`.
 
 Prints a JSON object: what is wrong as they stand, and how many checks fail with each fault planted.
 """
@@ -18,6 +18,8 @@ import triton.language as tl
 
 from ops_math.backends import NAMED
 from ops_math.ops._tiles import ends
+from ops_math.ops.glu import triton_gpu as glu
+from ops_math.ops.glu.problem import GluProblem
 from ops_math.ops.layer_norm import eager as layer_eager
 from ops_math.ops.layer_norm import triton_gpu as layer
 from ops_math.ops.layer_norm.problem import LayerNormProblem
@@ -178,6 +180,28 @@ def on_the_way(sizes: tuple[tuple[int, int], ...]) -> list[str]:
     return found
 
 
+def halves() -> list[str]:
+    """Where halves of an odd width have other bits by fours than value by value: rows that start at all four places."""
+    found = []
+    for rows, cols, activation in ((9, 257, "silu"), (4, 259, "gelu_tanh"), (3, 1027, "silu")):
+        problem = GluProblem(rows, cols, "fp16", "", "fp16", activation, "halves")
+        packed, dy = torch.randn(rows, 2 * cols).half(), torch.randn(rows, cols).half()
+        fours = next(c for c in glu.configs(problem, SMALL, "fwd") if c.by_fours)
+        plain = fours._replace(by_fours=False)
+        with conformance.poisoned():
+            forward = [glu.launch_fwd(problem, c, packed, None)[0] for c in (fours, plain)]
+            backward = [glu.launch_bwd(problem, c, dy, packed, None, None)[0] for c in (fours, plain)]
+        found += [f"{rows} x {cols} {what}" for what, pair in (("fwd", forward), ("bwd", backward)) if not torch.equal(*pair)]
+    return found
+
+
+@triton.jit
+def _first_word(ptr, first, lanes, fours):
+    shift = first % 4 * 16
+    low = tl.load(ptr.to(tl.pointer_type(tl.uint64)) + first // 4 + lanes, mask=lanes < fours, other=0)
+    return low >> shift.to(tl.uint64)
+
+
 @triton.jit
 def _late_head(program, num_cols, BODY: tl.constexpr):
     head = (9 - (program % 8) * num_cols % 8) % 8
@@ -219,7 +243,7 @@ def _late_boundary(begin, lanes):
 @contextmanager
 def planted(name: str, fault: Any) -> Iterator[None]:
     """The tile function replaced in all kernels that have it."""
-    modules: tuple[ModuleType, ...] = (rms.cut, layer.cut, soft.cut, rms.triton_gpu_held, layer.triton_gpu_held)
+    modules: tuple[ModuleType, ...] = (rms.cut, layer.cut, soft.cut, rms.triton_gpu_held, layer.triton_gpu_held, glu.halves)
     before = {m: getattr(m, name) for m in modules if hasattr(m, name)}
     for m in before:
         setattr(m, name, fault)
@@ -257,6 +281,9 @@ def main() -> None:
     for cols in WIDTHS:
         found["written"] += neighbours(cols)
     found["on the way"] = on_the_way(WIDE)
+    found["halves"] = halves()
+    with planted("_words", _first_word):
+        found["halves of one word"] = halves()
     found["caught"] = {}
     for title, (name, fault) in FAULTS.items():
         with planted(name, fault):

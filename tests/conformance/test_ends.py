@@ -81,6 +81,8 @@ def test_the_kernels_are_right_write_nothing_beside_their_rows_and_faults_are_ca
     assert found["wrong"] == []
     assert found["written"] == []
     assert found["on the way"] == []
+    assert found["halves"] == []
+    assert len(found["halves of one word"]) == 6
     assert len(found["caught"]) == 8
     assert all(caught["numbers"] or caught["wide"] for caught in found["caught"].values()), found["caught"]
     assert [title for title, caught in found["caught"].items() if not caught["wide"]] == ELSEWHERE

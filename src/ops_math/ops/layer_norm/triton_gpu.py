@@ -25,11 +25,11 @@ from ops_math.ops.layer_norm import triton_gpu_ends as cut
 from ops_math.ops.layer_norm import triton_gpu_held
 from ops_math.ops.layer_norm.problem import LayerNormProblem, total_dtype
 from ops_math.rng import honoured, threshold
-from ops_math.spec import DTYPE_OF, Device, cdiv, next_power_of_2
+from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, next_power_of_2
 
 WIDEST = {"fwd": 16384, "bwd": 8192}  # columns held in registers; the backward holds two to three sums a column besides the row
 WIDE_BLOCK = 4096
-MOST_BLOCKS = 4  # of 4,096 columns, whose sums one program holds in registers
+MOST_BLOCKS = 4  # of 4,096 columns in 16 bits, whose sums one program holds in registers, and the row in its L1 cache
 COLUMNS_M, COLUMNS_N = 16, 256  # tile of the sums over rows of wide problems
 SUM_M, SUM_N = 128, 32  # tile of the sum of partials
 WIDE_PASSES = {"fwd": 1.6, "bwd": 5.6}  # H200, bf16, 28,672 columns: 0.63 and 0.18 of a copy, where PyTorch's own reach 0.53 and 0.38
@@ -156,7 +156,7 @@ def _held_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Conf
     """For wide rows: the sums of the parameters' gradients in registers."""
     if p.cols <= WIDEST["bwd"] or not _plain_bwd(p, phase):
         return ()
-    return tuple(Config(*fields) for fields in held(p.rows, p.cols, MOST_BLOCKS, device))
+    return tuple(Config(*fields) for fields in held(p.rows, p.cols, 2 * MOST_BLOCKS // ITEM_SIZE[p.x], device))
 
 
 def _columns_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
