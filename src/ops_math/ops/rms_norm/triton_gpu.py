@@ -27,6 +27,7 @@ from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, next_power_of_2
 WIDEST = {"fwd": 16384, "bwd": 8192}  # columns held in registers; the backward holds the sums of the weight's gradient too
 WIDE_BLOCK = 4096
 MOST_BLOCKS = 7  # of 4,096 columns in 16 bits, whose sums one program holds in registers, and the row in its L1 cache
+KEPT_BLOCKS = 4  # where it has the row in registers too
 COLUMNS_M, COLUMNS_N = 16, 256  # tile of the sums over rows of wide problems
 SUM_M, SUM_N = 128, 32  # tile of the sum of partials
 WIDE_PASSES = {"fwd": 1.3, "bwd": 3.9}  # H200, bf16, 28,672 columns: 0.77 and 0.26 of a copy, where PyTorch's own reach 0.59 and 0.37
@@ -141,7 +142,10 @@ def _held_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config
     """For wide rows: the sums of the weight's gradient in registers."""
     if phase == "fwd" or p.cols <= WIDEST["bwd"] or not (p.need_dx and p.weight and p.need_dw):
         return ()
-    return tuple(Config(*fields, False, blocks) for *fields, blocks in held(p.rows, p.cols, 2 * MOST_BLOCKS // ITEM_SIZE[p.x], device))
+    return tuple(
+        Config(*fields, False, blocks)
+        for *fields, blocks in held(p.rows, p.cols, 2 * MOST_BLOCKS // ITEM_SIZE[p.x], 2 * KEPT_BLOCKS // ITEM_SIZE[p.x], device)
+    )
 
 
 def _persistent_configs(p: RmsNormProblem, device: Device) -> tuple[Config, ...]:
