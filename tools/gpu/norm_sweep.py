@@ -37,7 +37,7 @@ MODEL = {"add_rms_norm": ((16384, 2048),), "rms_norm": ((16384, 2048),), "stream
 ODD = ((28023, 1164), (161537, 2163), (155795, 3446), (3520, 4287), (721, 6616), (663, 15993), (105880, 69), (2, 2056), (8192, 28672))
 FAR = {  # with the phases that are measured
     (161537, 2163): {"layer_norm": "fwd bwd", "add_layer_norm": "fwd bwd"},
-    (28023, 1164): {"layer_norm": "fwd"},
+    (28023, 1164): {"layer_norm": "fwd bwd", "add_layer_norm": "bwd"},
     (3520, 4287): {"layer_norm": "fwd bwd"},
     (663, 15993): {"rms_norm": "bwd", "add_rms_norm": "bwd", "layer_norm": "fwd bwd", "add_layer_norm": "bwd"},
     (16384, 12001): {"rms_norm": "bwd", "layer_norm": "bwd"},

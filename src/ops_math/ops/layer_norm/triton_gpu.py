@@ -80,8 +80,12 @@ def passes(p: LayerNormProblem, phase: str) -> float:
 
 def configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
     """The legal configurations, best guess first."""
-    first = _cut_configs(p, device, phase) if _is_cut(p, phase) else tuple(c for c in _held_configs(p, device, phase) if c.ends)
-    return (*first, *invariant_configs(p, device, phase))
+    if _is_cut(p, phase):
+        return (*_cut_configs(p, device, phase), *invariant_configs(p, device, phase))
+    whole, cut_too = invariant_configs(p, device, phase), tuple(c for c in _held_configs(p, device, phase) if c.ends)
+    if phase == "bwd" and off_grid(p.cols) and p.cols <= WIDEST[phase] and not (p.dropout_p or p.x_bias or p.narrow):
+        return (*whole, *_cut_configs(p, device, phase))
+    return (*cut_too, *whole) if cut_too and cut_too[0].blocks <= KEPT_BLOCKS else (*whole, *cut_too)
 
 
 def _cut_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
@@ -181,7 +185,10 @@ def _columns_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[C
     if not _plain_bwd(p, phase):
         return ()
     found = []
-    for block_m, block_n, num_stages in ((4, 512, 1), (4, 512, 3), (4, 256, 3), (8, 256, 1)):
+    wishes = (4, 512, 3), (4, 256, 3), (4, 512, 1), (8, 256, 1)
+    if alignment(p.cols) < 8:  # copies ahead are of eight bytes at least
+        wishes = (4, 512, 1), (4, 512, 3), (8, 256, 1), (4, 256, 3)
+    for block_m, block_n, num_stages in wishes:
         programs = min(4 * device.num_cores // cdiv(p.cols, block_n), cdiv(p.rows, block_m))
         if device.kind != "hip" or num_stages == 1:
             found.append(Config(block_m, block_n, 4, max(programs, 1), num_stages, by_columns=True))

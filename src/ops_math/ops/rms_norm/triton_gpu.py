@@ -95,8 +95,10 @@ def _cut_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config,
         elif block_n <= 256:  # eight values a thread leave a row to one warp
             wishes = ((2048, 8, 1, 32), (2048, 8, 2, 32), (1024, 8, 1, 32), (4096, 16, 1, 32), (2048, 8, 1, 0))
     else:
-        some = 16 if p.residual else 20
-        wishes = ((1024, 16, 3, 16), (1024, 16, 2, 16), (1024, 16, 1, some), (1024, 8, 3, 20), (1024, 8, 1, 28))
+        # Rows loaded ahead win beside a third tensor alone (H200, 2,163 columns: 0.84 of a copy and 0.68; without it 0.87 and 0.95).
+        wishes = ((1024, 16, 1, 20), (1024, 16, 3, 16), (1024, 16, 2, 16), (1024, 8, 3, 20), (1024, 8, 1, 28))
+        if p.residual:
+            wishes = ((1024, 16, 3, 16), (1024, 16, 2, 16), (1024, 16, 1, 16), (1024, 8, 3, 20), (1024, 8, 1, 28))
         if block_n >= 8192:
             wishes = ((1024, 16, 1, 16), (1024, 32, 1, 16))
         elif block_n <= 256:
