@@ -36,11 +36,13 @@ WIDE = ((4096, 28672),)
 MODEL = {"add_rms_norm": ((16384, 2048),), "rms_norm": ((16384, 2048),), "stream": ((16384, 1024),), "bert": ((16384, 1024),)}
 ODD = ((28023, 1164), (161537, 2163), (155795, 3446), (3520, 4287), (721, 6616), (663, 15993), (105880, 69), (2, 2056), (8192, 28672))
 FAR = {  # with the phases that are measured
-    (161537, 2163): {"layer_norm": "fwd bwd", "add_layer_norm": "fwd bwd", "rms_norm": "fwd bwd", "add_rms_norm": "bwd"},
-    (28023, 1164): {"layer_norm": "fwd bwd"},
-    (3520, 4287): {"layer_norm": "fwd bwd", "rms_norm": "bwd"},
-    (663, 15993): {"softmax": "fwd bwd", "rms_norm": "bwd", "add_rms_norm": "bwd", "layer_norm": "fwd bwd", "add_layer_norm": "bwd"},
-    (16384, 12288): {"rms_norm": "bwd", "layer_norm": "bwd"},
+    (161537, 2163): {"layer_norm": "fwd bwd", "add_layer_norm": "fwd bwd"},
+    (28023, 1164): {"layer_norm": "fwd bwd", "add_layer_norm": "bwd"},
+    (3520, 4287): {"layer_norm": "fwd bwd"},
+    (663, 15993): {"rms_norm": "bwd", "add_rms_norm": "bwd", "layer_norm": "fwd bwd", "add_layer_norm": "bwd"},
+    (16384, 12001): {"rms_norm": "bwd", "layer_norm": "bwd"},
+    (16384, 12288): {"rms_norm": "bwd", "add_rms_norm": "bwd", "layer_norm": "bwd", "add_layer_norm": "bwd"},
+    (8192, 16384): {"rms_norm": "bwd", "layer_norm": "bwd"},
     (8192, 28672): {"rms_norm": "bwd", "add_rms_norm": "bwd", "layer_norm": "bwd"},
     (105880, 69): {"softmax": "fwd"},
 }

@@ -68,9 +68,9 @@ def persistent(
             yield found
 
 
-def held(rows: int, num_cols: int, most: int, device: Device) -> Iterator[tuple[int, int, int, int, int, int, int]]:
+def held(rows: int, num_cols: int, most: int, kept: int, device: Device) -> Iterator[tuple[int, int, int, int, int, int, int]]:
     """Rows and columns of a block, warps, programs, blocks loaded ahead, columns of the ends (0: rows are not cut) and blocks a row, where
-    one program a core holds sums over rows in registers, of at most `most` blocks.
+    one program a core holds sums over rows in registers, of at most `most` blocks; of at most `kept` blocks it keeps the row there as well.
 
     Rows that are read by eights where they start are not cut.
     """
@@ -79,7 +79,7 @@ def held(rows: int, num_cols: int, most: int, device: Device) -> Iterator[tuple[
     blocks = -(-(num_cols - ends) // HELD_BLOCK)
     programs = max(min(rows, device.num_cores), 1)
     if blocks <= most:
-        for ahead in (2, 1):
+        for ahead in dict.fromkeys((blocks, 2, 1) if blocks <= kept else (2, 1)):
             yield 1, HELD_BLOCK, num_warps, max(programs // 8 * 8, 8) if ends else programs, ahead, ends, blocks
 
 

@@ -25,11 +25,12 @@ from ops_math.ops.layer_norm import triton_gpu_ends as cut
 from ops_math.ops.layer_norm import triton_gpu_held
 from ops_math.ops.layer_norm.problem import LayerNormProblem, total_dtype
 from ops_math.rng import honoured, threshold
-from ops_math.spec import DTYPE_OF, Device, cdiv, next_power_of_2
+from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, next_power_of_2
 
 WIDEST = {"fwd": 16384, "bwd": 8192}  # columns held in registers; the backward holds two to three sums a column besides the row
 WIDE_BLOCK = 4096
-MOST_BLOCKS = 4  # of 4,096 columns, whose sums one program holds in registers
+MOST_BLOCKS = 4  # of 4,096 columns in 16 bits, whose sums one program holds in registers, and the row in its L1 cache
+KEPT_BLOCKS = 3  # where it has the row in registers too
 COLUMNS_M, COLUMNS_N = 16, 256  # tile of the sums over rows of wide problems
 SUM_M, SUM_N = 128, 32  # tile of the sum of partials
 WIDE_PASSES = {"fwd": 1.6, "bwd": 5.6}  # H200, bf16, 28,672 columns: 0.63 and 0.18 of a copy, where PyTorch's own reach 0.53 and 0.38
@@ -38,8 +39,9 @@ WIDE_PASSES = {"fwd": 1.6, "bwd": 5.6}  # H200, bf16, 28,672 columns: 0.63 and 0
 class Config(NamedTuple):
     """Rows a tile, columns a tile, warps, programs, rows loaded ahead (1: none), columns at the ends of a row (0: rows are not cut).
 
-    Where `blocks` is not 0, the backward of a wide row holds the sums of so many blocks in registers, and loads blocks ahead; where
-    `by_columns`, tiles are of the kernel that makes gradients of rows and sums of columns at once, from the rows' means.
+    Where `blocks` is not 0, the backward of a wide row holds the sums of so many blocks in registers, and loads blocks ahead (all: they are
+    kept for the second walk); where `by_columns`, tiles are of the kernel that makes gradients of rows and sums of columns at once, from
+    the rows' means. `late` programs of cut rows copy the parameters to where they are on the grid, and read them for each row.
     """
 
     block_m: int
@@ -50,6 +52,7 @@ class Config(NamedTuple):
     ends: int = 0
     blocks: int = 0
     by_columns: bool = False
+    late: bool = False
 
 
 def supports(p: LayerNormProblem, device: Device, phase: str) -> str | None:
@@ -77,8 +80,12 @@ def passes(p: LayerNormProblem, phase: str) -> float:
 
 def configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
     """The legal configurations, best guess first."""
-    first = _cut_configs(p, device, phase) if _is_cut(p, phase) else tuple(c for c in _held_configs(p, device, phase) if c.ends)
-    return (*first, *invariant_configs(p, device, phase))
+    if _is_cut(p, phase):
+        return (*_cut_configs(p, device, phase), *invariant_configs(p, device, phase))
+    whole, cut_too = invariant_configs(p, device, phase), tuple(c for c in _held_configs(p, device, phase) if c.ends)
+    if phase == "bwd" and off_grid(p.cols) and p.cols <= WIDEST[phase] and not (p.dropout_p or p.x_bias or p.narrow):
+        return (*whole, *_cut_configs(p, device, phase))
+    return (*cut_too, *whole) if cut_too and cut_too[0].blocks <= KEPT_BLOCKS else (*whole, *cut_too)
 
 
 def _cut_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
@@ -101,7 +108,19 @@ def _cut_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Confi
             wishes = ((1024, 16, 1, 16), (1024, 32, 1, 16))
         elif block_n <= 256:
             wishes = ((1024, 8, 1, 16), (1024, 8, 2, 16), (2048, 8, 1, 16), (2048, 16, 1, 16), (1024, 16, 1, 16))
-    return tuple(Config(*each) for each in persistent(p.rows, p.cols, wishes, device))
+    found = tuple(Config(*each) for each in persistent(p.rows, p.cols, wishes, device))
+    return (*found, *_late_configs(p, device, phase))
+
+
+def _late_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
+    """Rows cut at the 16-byte grid, with the parameters in no registers: 55 a thread of 16 values forward (sm_90, Triton 3.6)."""
+    if not (p.weight or (p.bias and phase == "fwd")):
+        return ()
+    if phase == "fwd":
+        wishes = ((2048, 16, 1, 24), (2048, 32, 1, 16)) if p.residual else ((2048, 16, 1, 32), (2048, 32, 1, 20))
+    else:
+        wishes = ((1024, 16, 1, 16), (1024, 16, 3, 16), (1024, 8, 1, 24))
+    return tuple(Config(*each, late=True) for each in persistent(p.rows, p.cols, wishes, device))
 
 
 def invariant_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
@@ -156,7 +175,9 @@ def _held_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Conf
     """For wide rows: the sums of the parameters' gradients in registers."""
     if p.cols <= WIDEST["bwd"] or not _plain_bwd(p, phase):
         return ()
-    return tuple(Config(*fields) for fields in held(p.rows, p.cols, MOST_BLOCKS, device))
+    return tuple(
+        Config(*fields) for fields in held(p.rows, p.cols, 2 * MOST_BLOCKS // ITEM_SIZE[p.x], 2 * KEPT_BLOCKS // ITEM_SIZE[p.x], device)
+    )
 
 
 def _columns_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
@@ -164,7 +185,10 @@ def _columns_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[C
     if not _plain_bwd(p, phase):
         return ()
     found = []
-    for block_m, block_n, num_stages in ((4, 512, 1), (4, 512, 3), (4, 256, 3), (8, 256, 1)):
+    wishes = (4, 512, 3), (4, 256, 3), (4, 512, 1), (8, 256, 1)
+    if alignment(p.cols) < 8:  # copies ahead are of eight bytes at least
+        wishes = (4, 512, 1), (4, 512, 3), (8, 256, 1), (4, 256, 3)
+    for block_m, block_n, num_stages in wishes:
         programs = min(4 * device.num_cores // cdiv(p.cols, block_n), cdiv(p.rows, block_m))
         if device.kind != "hip" or num_stages == 1:
             found.append(Config(block_m, block_n, 4, max(programs, 1), num_stages, by_columns=True))
@@ -499,8 +523,9 @@ def launch_fwd(
     sizes = p.cols, x_MN.stride(0), 0 if residual_MN is None else residual_MN.stride(0)
     parameters = _contiguous(weight), _contiguous(bias)
     if config.ends and same_cut(p.cols, x_MN, residual_MN):
+        room = [None if t is None or not config.late else t.new_empty((config.num_programs, config.block_n)) for t in parameters]
         launch(
-            cut._fwd_kernel, (config.num_programs,), x_MN, residual_MN, *parameters, y, total, mean, rstd, p.rows, *sizes, p.eps,
+            cut._fwd_kernel, (config.num_programs,), x_MN, residual_MN, *parameters, *room, y, total, mean, rstd, p.rows, *sizes, p.eps,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, ENDS=config.ends, STAGES=config.num_stages, num_warps=config.num_warps,
         )  # fmt: skip
     else:
@@ -546,8 +571,10 @@ def launch_bwd(
     elif config.by_columns:
         columns.launch_bwd(p, config, inputs, dtotal, dx, partials, (p.cols, strides[0], *strides[2:]))
     elif config.ends and same_cut(p.cols, dy_MN, dsum_MN, total_MN):
+        late = config.late and inputs[4] is not None
+        room = inputs[4].new_empty((config.num_programs, config.block_n)) if late else None  # type: ignore[union-attr]
         launch(
-            cut._bwd_kernel, (config.num_programs,), dy_MN, dsum_MN, total_MN, inputs[4], mean, rstd, dtotal, dx, *partials[:2],
+            cut._bwd_kernel, (config.num_programs,), dy_MN, dsum_MN, total_MN, inputs[4], room, mean, rstd, dtotal, dx, *partials[:2],
             p.rows, p.cols, strides[0], *strides[2:],
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, ENDS=config.ends, STAGES=config.num_stages, num_warps=config.num_warps,
         )  # fmt: skip

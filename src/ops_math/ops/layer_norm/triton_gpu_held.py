@@ -45,7 +45,7 @@ def _store_gradient(dtotal_ptr, dx_ptr, dsum_ptr, offsets, dsum_offsets, mask, g
 def _bwd_kernel(
     dy_ptr, dsum_ptr, total_ptr, weight_ptr, room_ptr, mean_ptr, rstd_ptr, dtotal_ptr, dx_ptr, dw_ptr, db_ptr, num_rows, num_cols,
     dy_stride, dsum_stride, total_stride,
-    BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, ENDS: tl.constexpr, ALIGN: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, ENDS: tl.constexpr, ALIGN: tl.constexpr, AHEAD: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     if ENDS:
         head, whole = cut_of(tl.program_id(0), num_cols, BLOCKS * BLOCK_N)
@@ -68,13 +68,25 @@ def _bwd_kernel(
             dy_body, dsum_body, total_body, body = boundary(dy_begin), boundary(dsum_begin), boundary(total_begin), boundary(begin)
         mean, rstd = tl.load(mean_ptr + at), tl.load(rstd_ptr + at)
         gs, dots = tl.zeros([1, BLOCK_N], tl.float32), tl.zeros([1, BLOCK_N], tl.float32)
-        for start in tl.range(0, whole, BLOCK_N, num_stages=1, loop_unroll_factor=AHEAD):
-            lanes = start + tl.arange(0, BLOCK_N)[None, :]
-            total = load_part(total_ptr + total_body, lanes, lanes < whole)
-            g = load_part(dy_ptr + dy_body, lanes, lanes < whole)
-            g = _weighted(g, shifted_ptr, lanes, lanes < whole)
-            gs += g
-            dots += g * (total - mean)
+        kept_totals, kept_gs = (), ()
+        if KEEP:
+            for i in tl.static_range(BLOCKS):
+                lanes = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                total = tl.load(total_ptr + total_body + lanes, mask=lanes < whole, other=0.0)
+                g = tl.load(dy_ptr + dy_body + lanes, mask=lanes < whole, other=0.0)
+                kept_totals = kept_totals + (total,)  # noqa: RUF005 (kernels have no starred expressions)
+                kept_gs = kept_gs + (g,)  # noqa: RUF005
+                g = _weighted(g.to(tl.float32), shifted_ptr, lanes, lanes < whole)
+                gs += g
+                dots += g * (total.to(tl.float32) - mean)
+        else:
+            for start in tl.range(0, whole, BLOCK_N, num_stages=1, loop_unroll_factor=AHEAD):
+                lanes = start + tl.arange(0, BLOCK_N)[None, :]
+                total = load_part(total_ptr + total_body, lanes, lanes < whole)
+                g = load_part(dy_ptr + dy_body, lanes, lanes < whole)
+                g = _weighted(g, shifted_ptr, lanes, lanes < whole)
+                gs += g
+                dots += g * (total - mean)
         dots *= rstd
         if ENDS:
             end_xhat = (load_part(total_ptr + total_begin, end_cols, in_ends) - mean) * rstd
@@ -93,8 +105,10 @@ def _bwd_kernel(
         next_dws, next_dbs = (), ()
         for i in tl.static_range(BLOCKS):
             lanes = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            total = load_part(total_ptr + total_body, lanes, lanes < whole)
-            g = load_part(dy_ptr + dy_body, lanes, lanes < whole)
+            if KEEP:
+                total, g = kept_totals[i].to(tl.float32), kept_gs[i].to(tl.float32)
+            else:
+                total, g = load_part(total_ptr + total_body, lanes, lanes < whole), load_part(dy_ptr + dy_body, lanes, lanes < whole)
             xhat = (total - mean) * rstd
             next_dws = next_dws + (dws[i] + g * xhat,)  # noqa: RUF005 (kernels have no starred expressions)
             next_dbs = next_dbs + (dbs[i] + g,)  # noqa: RUF005
@@ -132,5 +146,6 @@ def launch_bwd(
     launch(
         _bwd_kernel, (config.num_programs,), dy, dsum, total, weight, room, mean, rstd, dtotal, dx, *partials[:2],
         p.rows, *sizes, BLOCK_N=config.block_n, BLOCKS=config.blocks, ENDS=config.ends, ALIGN=alignment(*sizes), AHEAD=config.num_stages,
+        KEEP=config.num_stages == config.blocks,
         num_warps=config.num_warps,
     )  # fmt: skip

@@ -41,7 +41,7 @@ def _store_gradient(dx_ptr, dsum_ptr, offsets, dsum_offsets, mask, g, xhat, rstd
 def _bwd_kernel(
     dy_ptr, dsum_ptr, x_ptr, weight_ptr, room_ptr, rstd_ptr, dx_ptr, dw_ptr, num_rows, num_cols, dy_stride, dsum_stride, x_stride,
     weight_offset,
-    BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, ENDS: tl.constexpr, ALIGN: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, ENDS: tl.constexpr, ALIGN: tl.constexpr, AHEAD: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     if ENDS:
         head, whole = cut_of(tl.program_id(0), num_cols, BLOCKS * BLOCK_N)
@@ -63,11 +63,20 @@ def _bwd_kernel(
             dy_body, dsum_body, x_body, body = boundary(dy_begin), boundary(dsum_begin), boundary(x_begin), boundary(begin)
         rstd = tl.load(rstd_ptr + at)
         dots = tl.zeros([1, BLOCK_N], tl.float32)
-        for start in tl.range(0, whole, BLOCK_N, num_stages=1, loop_unroll_factor=AHEAD):
-            lanes = start + tl.arange(0, BLOCK_N)[None, :]
-            x = load_part(x_ptr + x_body, lanes, lanes < whole)
-            g = load_part(dy_ptr + dy_body, lanes, lanes < whole)
-            dots += _weighted(g, shifted_ptr, lanes, lanes < whole, weight_offset) * x
+        xs, gs = (), ()
+        if KEEP:
+            for i in tl.static_range(BLOCKS):
+                lanes = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                xs = xs + (tl.load(x_ptr + x_body + lanes, mask=lanes < whole, other=0.0),)  # noqa: RUF005 (kernels have no starred ones)
+                gs = gs + (tl.load(dy_ptr + dy_body + lanes, mask=lanes < whole, other=0.0),)  # noqa: RUF005
+                g = _weighted(gs[i].to(tl.float32), shifted_ptr, lanes, lanes < whole, weight_offset)
+                dots += g * xs[i].to(tl.float32)
+        else:
+            for start in tl.range(0, whole, BLOCK_N, num_stages=1, loop_unroll_factor=AHEAD):
+                lanes = start + tl.arange(0, BLOCK_N)[None, :]
+                x = load_part(x_ptr + x_body, lanes, lanes < whole)
+                g = load_part(dy_ptr + dy_body, lanes, lanes < whole)
+                dots += _weighted(g, shifted_ptr, lanes, lanes < whole, weight_offset) * x
         dots *= rstd
         if ENDS:
             end_xhat = load_part(x_ptr + x_begin, end_cols, in_ends) * rstd
@@ -81,8 +90,10 @@ def _bwd_kernel(
         added = ()
         for i in tl.static_range(BLOCKS):
             lanes = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            x = load_part(x_ptr + x_body, lanes, lanes < whole)
-            g = load_part(dy_ptr + dy_body, lanes, lanes < whole)
+            if KEEP:
+                x, g = xs[i].to(tl.float32), gs[i].to(tl.float32)
+            else:
+                x, g = load_part(x_ptr + x_body, lanes, lanes < whole), load_part(dy_ptr + dy_body, lanes, lanes < whole)
             xhat = x * rstd
             added = added + (sums[i] + g * xhat,)  # noqa: RUF005 (kernels have no starred expressions)
             g = _weighted(g, shifted_ptr, lanes, lanes < whole, weight_offset)
@@ -111,5 +122,6 @@ def launch_bwd(
     launch(
         _bwd_kernel, (config.num_programs,), *inputs[:4], room, inputs[4], dx, partial, p.rows, *sizes, p.weight_offset,
         BLOCK_N=config.block_n, BLOCKS=config.blocks, ENDS=config.ends, ALIGN=alignment(*sizes), AHEAD=config.num_stages,
+        KEEP=config.num_stages == config.blocks,
         num_warps=config.num_warps,
     )  # fmt: skip
