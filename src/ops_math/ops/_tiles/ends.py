@@ -79,7 +79,7 @@ def held(rows: int, num_cols: int, most: int, kept: int, device: Device) -> Iter
     blocks = -(-(num_cols - ends) // HELD_BLOCK)
     programs = max(min(rows, device.num_cores), 1)
     if blocks <= most:
-        for ahead in dict.fromkeys((blocks, 2, 1) if blocks <= kept else (2, 1)):
+        for ahead in dict.fromkeys((2, 1, blocks) if blocks <= kept else (2, 1)):
             yield 1, HELD_BLOCK, num_warps, max(programs // 8 * 8, 8) if ends else programs, ahead, ends, blocks
 
 

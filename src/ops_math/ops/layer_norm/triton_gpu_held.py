@@ -1,8 +1,8 @@
 """The backward of wide rows, read from memory once: one program a core holds the sums of the parameters' gradients in registers.
 
 A row is walked twice in blocks, the second time from the L1 cache: of 16,384 columns in bf16 the sum and dy take 64 KiB of its 228, and
-the two sums 64 of 128 registers. Rows that start off the 16-byte grid are cut as `ops_math.ops._tiles.ends` says, where ENDS is not 0.
-Without dropout, x_bias and narrow copy.
+the two sums 64 of 128 registers. Where KEEP, the row stays in registers instead, as it came: 8 a block, for up to three blocks. Rows that
+start off the 16-byte grid are cut as `ops_math.ops._tiles.ends` says, where ENDS is not 0. Without dropout, x_bias and narrow copy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The backward of wide rows, read from memory once: one program a core holds the sums of the weight's gradient in registers.
 
 A row is walked twice in blocks, the second time from the L1 cache: of 28,672 columns in bf16 x and dy take 112 KiB of its 228. The sums
-take up to 56 of 128 registers. Rows that start off the 16-byte grid are cut as `ops_math.ops._tiles.ends` says, where ENDS is not 0.
+take up to 56 of 128 registers. Where KEEP, the row stays in registers instead, as it came: 8 a block, for up to four blocks. Rows that
+start off the 16-byte grid are cut as `ops_math.ops._tiles.ends` says, where ENDS is not 0.
 """
 
 from __future__ import annotations
