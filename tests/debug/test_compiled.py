@@ -215,6 +215,32 @@ def test_lockstep_holds_the_compiled_boundary_and_the_modules_inside_by_one_name
     assert CHECKER.lockstep(way(copy.deepcopy(model), "eager"), model, loss).verdict == "bitwise"
 
 
+class DistributedDataParallel(nn.Module):
+    """Named as PyTorch's, which needs a process group: it holds its model as `module`."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
+
+
+def test_a_compiled_wrapper_and_a_trace_from_a_file_keep_the_bare_names(eager, tmp_path):
+    model, a = eager
+    wrapped = torch.compile(DistributedDataParallel(copy.deepcopy(model)), backend="eager")
+    b = run(CHECKER, wrapped, loss)
+    b.save(tmp_path / "b")
+    report = CHECKER.compare(tmp_path / "b", trace=a)
+    assert report.structure == []
+    assert report.verdict == "bitwise"
+    assert {Key("", 0, "parameter gradient", "shift"), Key("blocks.1", 0, "parameter gradient", "gain")} <= {r.key for r in report.rows}
+    wrapped.get_parameter("_orig_mod.module.blocks.1.linear.weight").register_hook(lambda g: g * 1.01)
+    run(CHECKER, wrapped, loss).save(tmp_path / "c")
+    report = CHECKER.compare(tmp_path / "c", trace=a)
+    assert [str(found.key) for found in report.findings] == ["blocks.1.linear, parameter gradient of weight"]
+
+
 def test_graph_breaks_inside_leave_the_boundary(eager):
     class Broken(Model):
         def forward(self, x):

@@ -143,3 +143,14 @@ def test_a_step_that_cannot_keep_the_level_raises_in_calibrate_as_outside():
     with om.determinism(2), pytest.raises(om.UnsupportedError, match=r"^linear_cross_entropy \(fwd\): no implementation can run it: "):
         om.calibrate(lambda: om.linear_cross_entropy(x, w, torch.zeros(4, dtype=torch.long), reduction="sum"))
     assert LIVE.collector is None
+
+
+@pytest.mark.slow
+def test_a_measuring_process_of_its_own_times_the_level_too():
+    with om.determinism(2, token_block=32):
+        found = om.calibrate(step_of(24), seconds=4, apart=True)
+        assert found.skipped == ()
+        assert [(m.policy, "rows=32" in m.problem) for m in found.measurements] == [("precision=default determinism=2", True)] * 2
+        here = om.calibrate(step_of(24), seconds=4, anew=True, save=False)
+    times = [[m.times_us["eager"] for m in sorted(f.measurements, key=lambda m: m.phase)] for f in (found, here)]
+    assert all(a > b / 8 for a, b in zip(*times, strict=True)), times  # a call a row takes 24 times as long as one

@@ -45,11 +45,11 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that torch.compile was given, whose class, attributes and own parameters are meant."""
-    inner = module
-    while type(inner).__name__ == _COMPILED and isinstance(inner._modules.get("_orig_mod"), nn.Module):
-        inner = inner._modules["_orig_mod"]  # type: ignore[assignment]
-    return inner
+    """The module that torch.compile was given, whose class, attributes and own parameters are meant, without DDP in between."""
+    kind = type(module).__name__
+    name = "_orig_mod" if kind == _COMPILED else "module" if kind in _WRAPPING_CLASSES else ""
+    inner = module._modules.get(name)
+    return module if inner is None else unwrapped(inner)
 
 
 def _shared_name(path: str, wrapping: set[str]) -> tuple[str, list[str]]:

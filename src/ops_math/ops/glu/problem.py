@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
 from ops_math.spec import ITEM_SIZE, Call, Case, Cost
 
 
@@ -67,6 +69,13 @@ def _far_ends(d: Any) -> Call:
     return Call((gate.to(d.normal(1).dtype).expand(8, 16), d.normal(8, 16)), {})
 
 
+def _left(d: Any) -> Call:
+    """Rows of gates around -4, -8, ... -40, where unit and slope are 1e-1 to 1e-16: not seen beside others in a row."""
+    levels = -torch.tensor([4.0, 8.0, 12.0, 16.0, 24.0, 40.0], device=d.normal(1).device).repeat(2)[:, None]
+    gate = d.normal(12, 96, scale=0.3)
+    return Call(((gate + levels).to(gate.dtype), d.normal(12, 96)), {})
+
+
 CASES = (
     Case("plain", "swiglu", _pair(37, 256)),
     Case("odd width", "swiglu", _pair(5, 4001)),
@@ -90,6 +99,14 @@ CASES = (
     Case("the same tensor twice", "swiglu", _same_twice),
     Case("large gates", "swiglu", _large, kind="confident"),
     Case("far ends of exp", "swiglu", _far_ends, kind="confident", dtypes=("fp32", "bf16")),
+    Case("rows of far negative gates", "swiglu", _left, kind="confident", dtypes=("fp32", "bf16")),
+    Case(
+        "gates around -24 alone",
+        "swiglu",
+        lambda d: Call((d.normal(12, 96, scale=0.5, offset=-24.0), d.normal(12, 96)), {}),
+        kind="confident",
+        dtypes=("fp32", "bf16"),
+    ),
     Case("fp32 up", "swiglu", lambda d: Call((d.normal(9, 128), d.normal(9, 128, dtype="fp32")), {}), dtypes=("bf16", "fp16")),
     Case("only up learns", "swiglu", _pair(33, 128), frozen=(0,)),
     Case("only the gate learns", "swiglu", _pair(33, 128), frozen=(1,)),

@@ -94,6 +94,17 @@ def _add(rows: int, cols: int, *, offset: float = 0.0, residual: str | None = No
     return make
 
 
+def _neighbours(d: Any, rows: int, cols: int) -> torch.Tensor:
+    """256, and one in a hundred the next number in bf16, 258: at least one in a row.
+
+    One pass over E[x^2] - E[x]^2 is off by 2^-24 * 256^2 = 0.004 in fp32, where the variance is 4 * 0.01: a tenth of it. Noise of a grid
+    step or more around any mean hides it in bf16, where the step is 2^-7 of the mean and the error 2^-10 of the variance.
+    """
+    seldom = d.normal(rows, cols)
+    seldom[torch.arange(rows, device=seldom.device), torch.arange(rows, device=seldom.device) % cols] = 9.0
+    return torch.where(seldom > 2.33, 258.0, 256.0).to(seldom.dtype)
+
+
 HALVES = ("bf16", "fp16")
 ONE_BY_ONE = "PyTorch's CPU kernel adds the rows of a parameter's gradient one after another in fp32"
 CASES = (
@@ -114,6 +125,13 @@ CASES = (
     Case("near eps", "layer_norm", _norm(40, 128, scale=3e-3), kind="near_eps"),
     Case("constant rows", "layer_norm", lambda d: Call((d.normal(20, 1).expand(20, 96).clone(), *_parameters(d, 96)), {}), kind="near_eps"),
     Case("large common offset", "layer_norm", _norm(33, 192, offset=30.0), kind="cancelling"),
+    Case(
+        "neighbouring numbers",
+        "layer_norm",
+        lambda d: Call((_neighbours(d, 33, 250), *_parameters(d, 250)), {}),
+        kind="cancelling",
+        dtypes=HALVES,
+    ),
     Case("fp32 parameters", "layer_norm", _norm(24, 128, params="fp32"), dtypes=HALVES),
     Case("fp32 parameters, many rows", "layer_norm", _norm(500, 48, params="fp32"), dtypes=HALVES),
     Case("only the weight learns", "layer_norm", _norm(33, 128), frozen=(0, 2)),
@@ -127,6 +145,13 @@ CASES = (
     Case("add, wide", "add_layer_norm", _add(2, 17000, rng=4, dropout_p=0.1, x_bias=True), small=False),
     Case("add, no parameters", "add_layer_norm", lambda d: Call((d.normal(11, 64), d.normal(11, 64)), {})),
     Case("add, large common offset", "add_layer_norm", _add(20, 96, offset=25.0), kind="cancelling"),
+    Case(
+        "add, neighbouring numbers",
+        "add_layer_norm",
+        lambda d: Call((_neighbours(d, 20, 130), torch.zeros_like(d.normal(20, 130)), *_parameters(d, 130)), {}),
+        kind="cancelling",
+        dtypes=HALVES,
+    ),
     Case("add, fp32 residual", "add_layer_norm", _add(24, 128, residual="fp32", params="fp32"), dtypes=HALVES),
     Case("add, fp32 residual, odd width", "add_layer_norm", _add(24, 131, residual="fp32", params="fp32"), dtypes=HALVES),
     Case("add, dropout", "add_layer_norm", _add(40, 256, rng=7, dropout_p=0.25)),
