@@ -248,3 +248,15 @@ def test_the_cost_model_counts_visible_pairs_exactly(queries, keys, corner, wind
         seen &= (torch.arange(keys) >= at - window[0]) if window[0] >= 0 else True
         seen &= (torch.arange(keys) <= at + window[1]) if window[1] >= 0 else True
     assert pairs(p) == 2 * int(seen.sum())
+
+
+@pytest.mark.parametrize(("tokens", "described"), [(132_104, True), (132_105, False)])
+def test_heads_one_behind_the_other_come_through_descriptors_while_32_bits_count_their_elements(tokens, described):
+    pytest.importorskip("triton", reason="missing capability: Triton")
+    from ops_math.ops.attention import triton_gpu
+
+    q = torch.empty(1, 128, tokens, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    p = problem_of(q, q, None, None, None, Rule(1.0, True, -1, 0, 0.0, 0, 0, 0.0))
+    views = triton_gpu._views(p, True, 64, q, q)
+    assert [v is not None and max(v.shape) < 2**31 for v in views] == [described] * 2
+    assert [v is None for v in views] == [not described] * 2
