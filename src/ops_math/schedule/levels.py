@@ -22,6 +22,7 @@ from ops_math.spec import DTYPE_OF, Offer
 
 NO_STATEMENT = "it states no more"
 VENDOR = "PyTorch's kernels choose their order of sums by the number of rows"
+COMPILED = "compiled code cuts rows and vectors by the number of rows"
 PRODUCTS = "its matrix products are a vendor library's, which promises level 1"
 ALIGNMENT = 64  # bytes: what PyTorch's allocators keep at least
 A_ROW = {"eager": 1}  # on a CPU a row is a call of its own

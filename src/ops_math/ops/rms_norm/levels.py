@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ops_math.schedule.levels import A_ROW, VENDOR, Cut, Levels
+from ops_math.schedule.levels import A_ROW, COMPILED, VENDOR, Cut, Levels
 from ops_math.spec import Offer
 
 PLACE = "where a row starts between two 16-byte boundaries decides the order of its sums"
@@ -14,6 +14,8 @@ def offers(p: Any, implementation: str, config: Any, phase: str) -> Offer:
     """Rows that are cut at the 16-byte grid are summed by their place among eight, which follows how a batch is cut."""
     if implementation == "vendor":
         return Offer(1, VENDOR)
+    if implementation == "inductor":
+        return Offer(1, COMPILED)
     return Offer(1, PLACE) if implementation == "triton_gpu" and config.ends else Offer(3)
 
 
