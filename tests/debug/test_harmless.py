@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ class _Elsewhere:
 
     def __init__(self) -> None:
         self.added: list[torch.Tensor] = []
-        self.fetched = 0
+        self.sent = self.fetched = 0
 
     device = torch.device("cpu")
 
@@ -120,9 +121,14 @@ class _Elsewhere:
     def add(self, tensors: list[torch.Tensor], sketch: bool) -> None:
         self.added += tensors
 
-    def fetch(self) -> torch.Tensor:
-        self.fetched += 1
-        return torch.zeros(self.count, 86, dtype=torch.float64)
+    def send(self):
+        self.sent += 1
+
+        def arrived() -> torch.Tensor:
+            self.fetched += 1
+            return torch.zeros(self.count, 86, dtype=torch.float64)
+
+        return arrived
 
 
 def test_figures_arrive_in_one_transfer_and_nothing_waits_for_the_device_before(monkeypatch):
@@ -135,10 +141,45 @@ def test_figures_arrive_in_one_transfer_and_nothing_waits_for_the_device_before(
         monkeypatch.setattr(torch.Tensor, name, lambda self, *a, _m=method, _n=name: (waits.append(_n), _m(self, *a))[1])
     with ConsistencyChecker(observe="all").trace(job.model) as trace:
         job.loss(job.model).backward()
-        assert waits == []
-        assert elsewhere.fetched == 0
-    assert elsewhere.fetched == 1
+    assert (waits, elsewhere.sent, elsewhere.fetched) == ([], 1, 0), "the step is over, and nobody has looked"
     assert len(trace.records) > 100
+    assert len(copy.deepcopy(trace).records) == len(trace.records)
+    assert elsewhere.fetched == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="missing capability: a CUDA or ROCm device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_traced_step_on_a_gpu_waits_for_nothing_and_sees_what_an_unhurried_one_sees():
+    job = JOBS["our Llama, tied"]()
+    model = job.model.to("cuda")
+    ids = torch.arange(24, device="cuda").view(2, 12)
+
+    def step(checker, mode):
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            model.zero_grad()
+            with checker.trace(model) as trace:
+                model(ids, labels=ids).loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return trace
+
+    checker = ConsistencyChecker(observe="all")
+    unhurried = step(checker, "default")
+    found = step(checker, "error")
+    for p in model.parameters():
+        p.grad.fill_(float("nan"))  # what is written afterwards is not what was seen
+    assert {k: r.figures for k, r in found.records.items()} == {k: r.figures for k, r in unhurried.records.items()}
+
+
+def test_a_trace_that_was_not_looked_at_yet_goes_to_another_process_whole():
+    job = JOBS["our Llama, tied"]()
+    with ConsistencyChecker().trace(job.model) as trace:
+        job.loss(job.model).backward()
+    again = pickle.loads(pickle.dumps(trace))
+    assert again.records.keys() == trace.records.keys()
+    assert len(trace.records) > 20
 
 
 def test_a_sum_that_one_layer_leaves_to_the_next_is_looked_at_once_and_again_when_it_was_written_to():

@@ -2,7 +2,7 @@
 
 `torch.nn.Module.__call__` is replaced for that time. A module's own state is not touched, so that blocks read its weights, adopted layers
 leave their sums to the next norm, and the operators that run are those that run without. Gradients are read by hooks of tensors, which
-return nothing. Figures are computed where the tensors are and fetched in one transfer at the end.
+return nothing. Figures are computed where the tensors are and sent in one transfer at the end.
 
 An input's gradient is what arrives at the tensor, from all who use it: three projections of one tensor have one input gradient.
 """
@@ -10,7 +10,6 @@ An input's gradient is what arrives at the tensor, from all who use it: three pr
 from __future__ import annotations
 
 import functools
-import math
 import threading
 import weakref
 from collections.abc import Iterable
@@ -21,7 +20,8 @@ from torch import Tensor, nn
 
 import ops_math as om
 from ops_nn.debug import names, recipe, trees
-from ops_nn.debug.figures import thinned, together, unpack_all
+from ops_nn.debug.arriving import Pending, records_of
+from ops_nn.debug.figures import thinned, together
 from ops_nn.debug.operators import Operators
 from ops_nn.debug.trace import (
     FORWARD,
@@ -32,24 +32,12 @@ from ops_nn.debug.trace import (
     PARAMETER_GRADIENT,
     Call,
     Key,
-    Record,
     Trace,
 )
 from ops_nn.features import in_backward
 
 FULL = "full"
 _plain_call = nn.Module.__call__
-
-
-class _Pending(NamedTuple):
-    """A tensor whose figures are still on the device."""
-
-    key: Key
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: str
-    row: int
-    tensor: Tensor | None
 
 
 class _Seen(NamedTuple):
@@ -66,7 +54,7 @@ class _Sum(NamedTuple):
 
     summands: tuple[weakref.ref[Tensor], weakref.ref[Tensor]]
     versions: tuple[int, int]
-    found: _Pending
+    found: Pending
 
 
 class _Tape(threading.local):
@@ -143,7 +131,7 @@ class Observer:
         self.counts: dict[str, int] = {}
         self.again: dict[str, int] = {}
         self.table = om.FigureTable()
-        self.pending: list[_Pending] = []
+        self.pending: list[Pending] = []
         self.halves: dict[Key, Tensor] = {}
         self.seen: dict[int, _Seen] = {}
         self.sums: dict[tuple[int, int], _Sum] = {}
@@ -196,7 +184,7 @@ class Observer:
         remove()
 
     def finish(self) -> None:
-        """Read the parameters' gradients, fetch all figures and fill the trace."""
+        """Read the parameters' gradients and send all figures to the trace, which waits for them when it is looked at."""
         self.active = False
         if self.gradients:
             found = [
@@ -211,8 +199,11 @@ class Observer:
             self.see(key, gradient, lasting=False)
         self.halves.clear()
         self._say_what_was_compiled()
-        self._collect()
+        self.trace.will_have(records_of(self.table, self.pending))
+        for kind in sorted(self.table.copied_from):
+            self.note(f"tensors on {kind} were copied to the CPU for their figures, since there is no Triton for it")
         self.trace.notes += list(self.notes)
+        self.pending, self.table = [], om.FigureTable()
         self.seen.clear()
 
     def _say_what_was_compiled(self) -> None:
@@ -232,19 +223,6 @@ class Observer:
         if self.gradients and not called and any(p.key.direction == PARAMETER_GRADIENT for p in self.pending):
             why = "as where a function that calls the model is compiled"
             self.note(f"no call of a module was seen, {why}: parameters and gradients alone are")
-
-    def _collect(self) -> None:
-        """One transfer for each device."""
-        rows = self.table.fetch()
-        counts = [0] * len(rows)
-        for item in self.pending:
-            counts[item.row] = math.prod(item.shape)
-        figures = unpack_all(rows, counts)
-        for order, item in enumerate(self.pending):
-            self.trace.records[item.key] = Record(figures[item.row], item.shape, item.stride, item.dtype, order, item.tensor)
-        for kind in sorted(self.table.copied_from):
-            self.note(f"tensors on {kind} were copied to the CPU for their figures, since there is no Triton for it")
-        self.pending = []
 
     def see(self, key: Key, t: Tensor, lasting: bool = True) -> None:
         """Take the figures of a tensor, and in full mode a copy; `lasting` says that others may be given the same tensor."""
@@ -268,7 +246,7 @@ class Observer:
             self._found(key, given, t, row, kept, lasting)
 
     def _found(self, key: Key, given: Tensor, t: Tensor, row: int, kept: Tensor | None, lasting: bool) -> None:
-        self.pending.append(_Pending(key, tuple(t.shape), t.stride(), _name(t.dtype), row, kept))
+        self.pending.append(Pending(key, tuple(t.shape), t.stride(), _name(t.dtype), row, kept))
         if lasting and type(given) in (Tensor, nn.Parameter) and not given.is_inference():
             self.seen[given.data_ptr()] = _Seen(weakref.ref(given), given._version, row, kept)
 
@@ -279,7 +257,7 @@ class Observer:
         new = {name: t for _, t, name in found}
         rows = dict(zip(new, self.table.add_all(together([thinned(t) for t in new.values()])), strict=True))
         for key, t, name in found:
-            self.pending.append(_Pending(key, tuple(t.shape), t.stride(), _name(t.dtype), rows[name], None))
+            self.pending.append(Pending(key, tuple(t.shape), t.stride(), _name(t.dtype), rows[name], None))
 
     def _can_see(self, key: Key, t: Tensor) -> bool:
         if not _seen_whole(t):

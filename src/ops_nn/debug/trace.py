@@ -91,7 +91,6 @@ class Trace:
         autocast: dtype of autocast, empty where it was off.
         ties: parameters that are one with another, by full name.
         calls: every observed call, in the order of their starts.
-        records: figures, and in full mode tensors, by `Key`.
         notes: what is to be known of the observation, in words.
         versions: of ops-math and torch, the device, and what else identifies the run.
         format: of the version that made it; figures of different formats cannot be compared.
@@ -105,9 +104,25 @@ class Trace:
         self.arguments: dict[str, Any] = {}
         self.autocast = ""
         self.calls: list[Call] = []
-        self.records: dict[Key, Record] = {}
+        self._records: dict[Key, Record] = {}
+        self._arriving: Callable[[], dict[Key, Record]] | None = None
         self.notes: list[str] = []
         self.versions: dict[str, str] = {"ops_math": om.__version__, "torch": torch.__version__}
+
+    @property
+    def records(self) -> dict[Key, Record]:
+        """Figures, and in full mode tensors, by `Key`; waits for them where they are still on their way from a device."""
+        if self._arriving is not None:
+            self._records |= self._arriving()
+            self._arriving = None
+        return self._records
+
+    def will_have(self, arriving: Callable[[], dict[Key, Record]]) -> None:
+        """Take records that are asked for when somebody looks."""
+        self._arriving = arriving
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_records": self.records, "_arriving": None}
 
     def __str__(self) -> str:
         kept = sum(record.tensor is not None for record in self.records.values())

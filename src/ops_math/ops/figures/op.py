@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,16 +85,26 @@ class FigureTable:
 
     def fetch(self) -> Tensor:
         """All rows [N, LENGTH], float64, on the CPU, in the order in which they were added; the table stays as it is."""
+        return self.send()()
+
+    def send(self) -> Callable[[], Tensor]:
+        """Start the transfer of the rows that are there without waiting; what is returned waits, and gives them as `fetch` does."""
         with self._lock:
-            rows = torch.zeros(len(self._order), LENGTH, dtype=torch.float64)
-            for part in self._parts.values():
-                mine = [n for n, (owner, _) in enumerate(self._order) if owner is part]
-                theirs = [number for owner, number in self._order if owner is part]
-                rows[torch.tensor(mine, dtype=torch.int64)] = part.fetch()[torch.tensor(theirs, dtype=torch.int64)]
-            sizes = [[signed(count * factor) for factor in LENGTH_FACTORS] for count in self._bytes]
-            hashes = rows[:, -2:].contiguous().view(torch.int64) + torch.tensor(sizes, dtype=torch.int64).view(-1, 2)
+            owners, sizes = list(self._order), list(self._bytes)
+            sent = {id(part): part.send() for part in self._parts.values()}
+
+        def arrived() -> Tensor:
+            rows = torch.zeros(len(owners), LENGTH, dtype=torch.float64)
+            for part, take in sent.items():
+                mine = [n for n, (owner, _) in enumerate(owners) if id(owner) == part]
+                theirs = [number for owner, number in owners if id(owner) == part]
+                rows[torch.tensor(mine, dtype=torch.int64)] = take()[torch.tensor(theirs, dtype=torch.int64)]
+            lengths = [[signed(count * factor) for factor in LENGTH_FACTORS] for count in sizes]
+            hashes = rows[:, -2:].contiguous().view(torch.int64) + torch.tensor(lengths, dtype=torch.int64).view(-1, 2)
             rows[:, -2:] = hashes.view(torch.float64)
             return rows
+
+        return arrived
 
     def _part(self, device: torch.device) -> Any:
         kept = self._parts.get(device)

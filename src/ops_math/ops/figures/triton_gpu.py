@@ -8,6 +8,7 @@ chunk is walked over once more.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -285,6 +286,7 @@ class Rows:
         self.ranges: list[_Range] = []
         self.blocks: list[tuple[Tensor, Tensor]] = []
         self.used = self.begin = 0  # parts of the last block, and before it
+        self.streams: dict[int, torch.cuda.Stream] = {}  # on which tensors were added
 
     @property
     def count(self) -> int:
@@ -294,6 +296,9 @@ class Rows:
     def add(self, tensors: list[Tensor], sketch: bool) -> None:
         """Take contiguous tensors [N] on the current stream; they may be written to afterwards."""
         with _guard(self.device):
+            if self.device.type == "cuda":
+                stream = torch.cuda.current_stream(self.device)
+                self.streams[stream.cuda_stream] = stream
             flat = [t if t.data_ptr() % 8 == 0 else t.clone() for t in tensors]
             if len(flat) == 1 and flat[0].dtype in KINDS:  # as hooks give them, one by one
                 [part] = self._launch(flat, KINDS[flat[0].dtype], sketch)
@@ -357,17 +362,37 @@ class Rows:
 
     def fetch(self) -> Tensor:
         """All rows [N, LENGTH], float64, on the CPU, but for the count of bytes in the fingerprint; in one transfer."""
+        return self.send()()
+
+    def send(self) -> Callable[[], Tensor]:
+        """Start that transfer behind all that was added, on whichever streams; the host waits when the rows are asked for."""
         count = len(self.ranges)
         if not count or not self.blocks:
-            return torch.zeros(count, LENGTH, dtype=torch.float64)
+            return lambda: torch.zeros(count, LENGTH, dtype=torch.float64)
         with _guard(self.device):
             if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # tensors may have been added on several streams
+                current = torch.cuda.current_stream(self.device)
+                for stream in self.streams.values():
+                    current.wait_stream(stream)
+                for block in self.blocks:
+                    for part in block:
+                        part.record_stream(current)  # its memory may be another stream's
             hashes, floats = self.blocks[0] if len(self.blocks) == 1 else (torch.cat(parts) for parts in zip(*self.blocks, strict=True))
             ranges = _sent(torch.tensor(self.ranges, dtype=torch.int64), self.device)
             out = torch.empty(count, LENGTH, dtype=torch.float64, device=self.device)
             launch(_fold_kernel, (count,), hashes, floats, ranges, out, PARTS=FOLDED, COLUMNS=triton.next_power_of_2(HASH_AT))
-            return out.cpu()
+            if self.device.type != "cuda":
+                return lambda: out
+            here = torch.empty(count, LENGTH, dtype=torch.float64, pin_memory=True)
+            here.copy_(out, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+
+        def arrived() -> Tensor:
+            done.synchronize()
+            return here
+
+        return arrived
 
 
 def _guard(device: torch.device) -> Any:
