@@ -62,8 +62,7 @@ class Stepper:
         batch, length = (8, 2048) if name == "llama-1b" else (4, 256)
         dtype = torch.bfloat16 if name == "llama-1b" else torch.float32
         self.device = device
-        with torch.device(device):
-            self.model = build(name).to(dtype).train()
+        self.model = build(name, device=device, dtype=dtype).train()
         adopt(self.model)
         vocabulary = self.model.get_parameter("model.embed_tokens.weight").shape[0]
         self.ids = torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(0)).to(device)
@@ -74,11 +73,12 @@ class Stepper:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def __call__(self, checker: ConsistencyChecker | None) -> tuple[float, float]:
-        """Time of a step, and of the host until it returns [ms]; a trace waits for the device to fetch its figures."""
+    def __call__(self, checker: ConsistencyChecker | None) -> tuple[float, float, float]:
+        """Time of a step, of the host until it returns, and of the processor for this thread [ms]; a trace waits for the device to fetch
+        its figures."""
         self.model.zero_grad()
         self.wait()
-        start = time.perf_counter()
+        start, worked = time.perf_counter(), time.thread_time()
         if checker is None:
             self.model(self.ids, labels=self.ids).loss.backward()
         else:
@@ -86,8 +86,9 @@ class Stepper:
                 self.model(self.ids, labels=self.ids).loss.backward()
             self.seen = len(trace.records)
         host = time.perf_counter()
+        worked = time.thread_time() - worked
         self.wait()
-        return (time.perf_counter() - start) * 1e3, (host - start) * 1e3
+        return (time.perf_counter() - start) * 1e3, (host - start) * 1e3, worked * 1e3
 
     def kernels(self, checker: ConsistencyChecker) -> tuple[float, int]:
         """Time of the figures' kernels in one step [ms], and how many were started."""
@@ -98,7 +99,10 @@ class Stepper:
 
 
 def cost(name: str, rounds: int) -> None:
-    """Interleaved steps A B B A; the median of the rounds' ratios with their quartiles, and the smallest time of each."""
+    """Interleaved steps A B B A; the median of the rounds' ratios with their quartiles, and the smallest time of each.
+
+    On a CPU also of the processor's time for the thread, which others on the machine change less than the clock's.
+    """
     torch.set_num_threads(1)
     step = Stepper(name, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     where = torch.cuda.get_device_name() if step.device.type == "cuda" else "one thread of a CPU"
@@ -107,19 +111,26 @@ def cost(name: str, rounds: int) -> None:
         for _ in range(3):
             step(None)
             step(checker)
-        ratios, without, traced = [], [], []
+        ratios, worked, without, traced = [], [], [], []
         for _ in range(rounds):
             a, b, c, d = step(None), step(checker), step(checker), step(None)
             ratios.append((b[0] + c[0]) / (a[0] + d[0]))
+            worked.append((b[2] + c[2]) / (a[2] + d[2]))
             without += [a, d]
             traced += [b, c]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        times = [statistics.median(t for t, _ in found) for found in (without, traced)]
-        host = [statistics.median(t for _, t in found) for found in (without, traced)]
-        least = [min(t for t, _ in found) for found in (without, traced)]
+        times, host, processor = ([statistics.median(t[n] for t in found) for found in (without, traced)] for n in range(3))
+        least = [min(t[0] for t in found) for found in (without, traced)]
         print(f"{label}: {middle:.3f} of a step without (quartiles {low:.3f} to {high:.3f}, {rounds} rounds), {step.seen} tensors seen")
         print(f"    step {times[0]:.2f} and {times[1]:.2f} ms; smallest {least[0]:.2f} and {least[1]:.2f} ms, {least[1] / least[0]:.3f}")
-        if step.device.type == "cuda":
+        if step.device.type == "cpu":
+            low, middle, high = statistics.quantiles(worked, n=4)
+            least = [min(t[2] for t in found) for found in (without, traced)]
+            print(f"    the processor: {middle:.3f} of its time without (quartiles {low:.3f} to {high:.3f})", end="")
+            print(
+                f", {processor[0]:.2f} and {processor[1]:.2f} ms; smallest {least[0]:.2f} and {least[1]:.2f} ms, {least[1] / least[0]:.3f}"
+            )
+        else:
             spent, count = step.kernels(checker)
             print(f"    host until it returns {host[0]:.2f} and {host[1]:.2f} ms; {count} kernels of figures, {spent:.3f} ms")
 

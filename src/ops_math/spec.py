@@ -83,7 +83,7 @@ class Case(NamedTuple):
 
     `make(draw)` returns the `Call`; `draw` (see `ops_math.testing.Draw`) makes tensors in the dtype under test. Floating tensors
     get gradients unless their position or keyword is in `frozen`. `kind` says what the inputs stress: plain, near_eps, cancelling,
-    confident. `looser` maps a statistic to a factor, and needs `reason`.
+    confident. `looser` maps a statistic to a factor, and needs `reason`; it is for the implementations in `looser_for`, or for all.
     """
 
     name: str
@@ -95,6 +95,7 @@ class Case(NamedTuple):
     small: bool = True
     looser: tuple[tuple[str, float], ...] = ()
     reason: str = ""
+    looser_for: tuple[str, ...] = ()
 
 
 class Offer(NamedTuple):

@@ -19,7 +19,9 @@ HOST_LINES, KERNEL_LINES, FUNCTION_LINES, KERNEL_FUNCTION_LINES = 420, 630, 63, 
 
 REQUIRED_FILES = ("reference", "problem", "op", "plain", "eager", "levels", "triton_gpu")
 # Two operators that share a folder have files of their own by a suffix (`op_linear.py`); a long file splits along `_fwd` and `_bwd`.
-OPERATOR_FILE = re.compile(r"__init__|(reference|problem|op|plain|eager|vendor|levels|triton_[a-z]+)(_[a-z]+)?(_fwd|_bwd)?|test_[a-z0-9_]+")
+OPERATOR_FILE = re.compile(
+    r"__init__|(reference|problem|op|plain|eager|inductor|vendor|levels|triton_[a-z]+)(_[a-z]+)?(_fwd|_bwd)?|test_[a-z0-9_]+"
+)
 VAGUE_NAME = re.compile(r"utils?|common|helpers?|misc|.*_(utils?|common|helpers?|misc|v\d+|new|old)")
 
 # Operator folders that the catalogue does not name, and why: the conformance suite runs what it names.

@@ -83,6 +83,35 @@ def test_parts_are_counts_times_times_and_shares_follow():
     assert "floor over step time: packed 1.000, plain 0.500" in words
     with_times = floor.describe(floor.row("llama-tiny", SETUP, least, {"plain": 1.0}, gpu=True))
     assert f"llama-tiny floor: {least.us / 1e3:.1f} ms = products {least.parts['products'] / 1e3:.2f} ms" in with_times
+    held = floor.describe(floor.row("llama-tiny", SETUP, least._replace(held_us=500.0), {"plain": 1.0}, gpu=True))
+    assert "at clocks held under load: 0.5 ms; over step time: plain 0.500" in held
+
+
+def test_the_floor_held_makes_each_call_as_often_as_a_step_and_moves_the_rest(monkeypatch):
+    monkeypatch.setattr(floor, "SETTLED", 0.0)
+    made = []
+    size = floor.COPIED["cpu"]
+    copied = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda a, b: made.append(a.numel() * 8) or copied(a, b))
+    us = floor.held([(lambda: made.append("p"), 3)], [(lambda: made.append("a"), 2)], 4 * size + 8000, torch.device("cpu"))
+    assert us > 0
+    assert made == 4 * ["p", "p", "p", "a", "a", 2 * size, 2 * size, 8000]
+
+
+def test_a_layer_of_attention_runs_whoever_was_fastest_again_and_again(monkeypatch):
+    asked = []
+    ways = floor_attention.ways
+
+    def watched(name, way):
+        return lambda *tensors: asked.append(name) or way(*tensors)
+
+    monkeypatch.setattr(floor_attention, "ways", lambda *a: ({n: watched(n, w) for n, w in ways(*a)[0].items()}, {}))
+    shape = floor_attention.shape_of("llama-tiny", SETUP)
+    run = floor_attention.layer(shape, torch.device("cpu"), floor_attention.Fastest(1.0, "torch:math", "ops_math:eager", {}))
+    assert asked == ["torch:math", "ops_math:eager", "ops_math:eager"], "once each for the output's shape, once more to go back from"
+    run()
+    run()
+    assert asked[3:] == ["torch:math", "torch:math"]
 
 
 def test_the_fastest_attention_is_found_forward_and_backward_apart_and_who_cannot_run_is_named():

@@ -1,4 +1,4 @@
-"""Kernels of rows cut at the 16-byte grid, in Triton's interpreter: `TRITON_INTERPRET=1 python -m tests.conformance.ends`.
+"""Kernels of rows off the 16-byte grid, in Triton's interpreter: `TRITON_INTERPRET=1 python -m tests.conformance.ends`.
 
 Prints a JSON object: what is wrong as they stand, and how many checks fail with each fault planted.
 """
@@ -18,6 +18,8 @@ import triton.language as tl
 
 from ops_math.backends import NAMED
 from ops_math.ops._tiles import ends
+from ops_math.ops.glu import triton_gpu as glu
+from ops_math.ops.glu.problem import GluProblem
 from ops_math.ops.layer_norm import eager as layer_eager
 from ops_math.ops.layer_norm import triton_gpu as layer
 from ops_math.ops.layer_norm.problem import LayerNormProblem
@@ -33,6 +35,8 @@ SMALL = NAMED["h200"]._replace(num_cores=2)  # so that tiles have several rows a
 ROWS = 19  # two rows of one place among eight, and three of another
 LIMIT = 1e-4  # fp32, widths up to 1,164, gradients of parameters included
 WIDTHS = (69, 101, 1164)
+# A body of whole blocks, in which no fault writes behind the last row, with more rows than programs and fewer; a body that ends in a block.
+WIDE = ((19, 301), (2, 301), (19, 250))
 Layout = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -135,19 +139,70 @@ def neighbours(cols: int) -> list[str]:
     return found
 
 
-def on_the_way() -> list[str]:
+def _wide_rms(rows: int, cols: int, change: Layout, ahead: int = 1, **options: Any) -> float:
+    """How far off a wide backward of eight programs is, which sums the weight's gradient on the way."""
+    problem = RmsNormProblem(rows, cols, "fp32", "fp32", "fp32", "fp32", 1e-6, 0.5)
+    x, dy, dsum, weight = torch.randn(rows, cols), torch.randn(rows, cols), torch.randn(rows, cols), torch.randn(cols)
+    rstd = (x.square().mean(1) + 1e-6).rsqrt()
+    want = rms_eager.launch_bwd(problem, None, dy, dsum, x, weight, rstd)
+    with conformance.poisoned():
+        config = rms.Config(1, 128, 4, 8, ahead, **options)
+        return _gap(rms.launch_bwd(problem, config, change(dy), change(dsum), change(x), weight, rstd), want)
+
+
+def _wide_layer(rows: int, cols: int, change: Layout, ahead: int = 1, **options: Any) -> float:
+    """The same of layer_norm, whose rows have a common offset."""
+    problem = LayerNormProblem(rows, cols, "fp32", "fp32", "fp32", "fp32", "", "fp32", 1e-5, 0.0, "fp32")
+    x, dy, dsum, weight = torch.randn(rows, cols) + 2.0, torch.randn(rows, cols), torch.randn(rows, cols), torch.randn(cols)
+    mean, rstd = x.mean(1), (x.var(1, correction=0) + 1e-5).rsqrt()
+    want = layer_eager.launch_bwd(problem, None, dy, None, dsum, x, weight, mean, rstd, None)
+    with conformance.poisoned():
+        config = layer.Config(1, 128, 4, 8, ahead, **options)
+        got = layer.launch_bwd(problem, config, change(dy), None, change(dsum), change(x), weight, mean, rstd, None)
+        return _gap(got, want)
+
+
+def on_the_way(sizes: tuple[tuple[int, int], ...]) -> list[str]:
     """Where a wide backward that sums on the way is wrong: more rows than programs, and fewer, whose partial sums are zero."""
     found = []
-    for rows in (9, 2):
-        problem = RmsNormProblem(rows, 300, "fp32", "fp32", "fp32", "fp32", 1e-6, 0.5)
-        x, dy, dsum, weight = torch.randn(rows, 300), torch.randn(rows, 300), torch.randn(rows, 300), torch.randn(300)
-        rstd = (x.square().mean(1) + 1e-6).rsqrt()
-        want = rms_eager.launch_bwd(problem, None, dy, dsum, x, weight, rstd)
-        with conformance.poisoned():
-            got = rms.launch_bwd(problem, rms.Config(1, 128, 4, 4, 1, 0, True), dy, dsum, x, weight, rstd)
-        if not _gap(got, want) <= LIMIT:
-            found.append(f"{rows} rows: off by {_gap(got, want):.2g}")
+    for rows, cols in sizes:
+        for name, layout in LAYOUTS.items():
+            gaps = {
+                f"{title}, {ahead} ahead": check(rows, cols, layout, ahead, ends=64, blocks=2)
+                for title, check in (("rms_norm", _wide_rms), ("layer_norm", _wide_layer))
+                for ahead in (1, 2)  # read again, and kept
+            }
+            found += [f"{title}, {rows} x {cols}, {name}, cut: off by {gap:.2g}" for title, gap in gaps.items() if not gap <= LIMIT]
+        gaps = {
+            "rms_norm in memory": _wide_rms(rows, cols, LAYOUTS["dense"], sums_on_the_way=True),
+            "rms_norm held": _wide_rms(rows, cols + 3, LAYOUTS["same cut"], blocks=3),
+            "layer_norm held": _wide_layer(rows, cols + 3, LAYOUTS["same cut"], blocks=3),
+            "layer_norm by columns": _wide_layer(rows, cols, LAYOUTS["another cut"], by_columns=True),
+        }
+        found += [f"{title}, {rows} x {cols}: off by {gap:.2g}" for title, gap in gaps.items() if not gap <= LIMIT]
     return found
+
+
+def halves() -> list[str]:
+    """Where halves of an odd width have other bits by fours than value by value: rows that start at all four places."""
+    found = []
+    for rows, cols, activation in ((9, 257, "silu"), (4, 259, "gelu_tanh"), (3, 1027, "silu")):
+        problem = GluProblem(rows, cols, "fp16", "", "fp16", activation, "halves")
+        packed, dy = torch.randn(rows, 2 * cols).half(), torch.randn(rows, cols).half()
+        fours = next(c for c in glu.configs(problem, SMALL, "fwd") if c.by_fours)
+        plain = fours._replace(by_fours=False)
+        with conformance.poisoned():
+            forward = [glu.launch_fwd(problem, c, packed, None)[0] for c in (fours, plain)]
+            backward = [glu.launch_bwd(problem, c, dy, packed, None, None)[0] for c in (fours, plain)]
+        found += [f"{rows} x {cols} {what}" for what, pair in (("fwd", forward), ("bwd", backward)) if not torch.equal(*pair)]
+    return found
+
+
+@triton.jit
+def _first_word(ptr, first, lanes, fours):
+    shift = first % 4 * 16
+    low = tl.load(ptr.to(tl.pointer_type(tl.uint64)) + first // 4 + lanes, mask=lanes < fours, other=0)
+    return low >> shift.to(tl.uint64)
 
 
 @triton.jit
@@ -169,6 +224,16 @@ def _shifted_ends(head, whole, ENDS: tl.constexpr):
 
 
 @triton.jit
+def _unshifted(ptr, room_ptr, head, whole, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr):
+    return ptr
+
+
+@triton.jit
+def _body_alone(body, ends):
+    return tl.sum(body, 1)
+
+
+@triton.jit
 def _neighbouring_rows(tile, BLOCK_M: tl.constexpr):
     return tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
 
@@ -180,15 +245,15 @@ def _late_boundary(begin, lanes):
 
 @contextmanager
 def planted(name: str, fault: Any) -> Iterator[None]:
-    """The tile function replaced in all kernels."""
-    modules: tuple[ModuleType, ...] = (rms.cut, layer.cut, soft.cut)
-    before = [getattr(m, name) for m in modules]
-    for m in modules:
+    """The tile function replaced in all kernels that have it."""
+    modules: tuple[ModuleType, ...] = (rms.cut, layer.cut, soft.cut, rms.triton_gpu_held, layer.triton_gpu_held, glu.halves)
+    before = {m: getattr(m, name) for m in modules if hasattr(m, name)}
+    for m in before:
         setattr(m, name, fault)
     try:
         yield
     finally:
-        for m, old in zip(modules, before, strict=True):
+        for m, old in before.items():
             setattr(m, name, old)
 
 
@@ -208,6 +273,8 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "ends shifted by one": ("end_columns", _shifted_ends),
     "rows of several leads in one tile": ("rows_of", _neighbouring_rows),
     "a body from the second boundary on": ("body_offsets", _late_boundary),
+    "sums without the ends": ("sum_of_row", _body_alone),
+    "parameters where they are": ("shifted", _unshifted),
 }
 
 
@@ -216,12 +283,16 @@ def main() -> None:
     found: dict[str, Any] = {"wrong": numbers(WIDTHS, ("dense",)) + numbers((101,), tuple(LAYOUTS)[1:]), "written": []}
     for cols in WIDTHS:
         found["written"] += neighbours(cols)
-    found["on the way"] = on_the_way()
+    found["on the way"] = on_the_way(WIDE)
+    found["halves"] = halves()
+    with planted("_words", _first_word):
+        found["halves of one word"] = halves()
     found["caught"] = {}
     for title, (name, fault) in FAULTS.items():
         with planted(name, fault):
-            found["caught"][title] = {"numbers": len(numbers((101,), ("dense",))), "neighbours": len(neighbours(101))}
-    found["caught"]["tensors that start elsewhere"] = {"numbers": len(misses(lambda *_: True)), "neighbours": 0}
+            wide = len(on_the_way(WIDE[:1]))
+            found["caught"][title] = {"numbers": len(numbers((101,), ("dense",))), "neighbours": len(neighbours(101)), "wide": wide}
+    found["caught"]["tensors that start elsewhere"] = {"numbers": len(misses(lambda *_: True)), "neighbours": 0, "wide": 0}
     sys.stdout.write(json.dumps(found) + "\n")
 
 

@@ -59,24 +59,23 @@ def test_a_truncated_index_is_refused_in_words(full, tmp_path):
             Trace.load(tmp_path / "run")
 
 
-@pytest.mark.parametrize("version", [0, 3, None, "1"])
+@pytest.mark.parametrize("version", [0, 4, None, "1"])
 def test_a_trace_of_another_format_is_refused_in_words(version, full, tmp_path):
     place = full.save(tmp_path / "run") / "trace.json"
     place.write_text(json.dumps(json.loads(place.read_text()) | {"format": version}))
-    with pytest.raises(om.UnsupportedError, match=rf"a trace of format {version}, and this version reads format 1 to 2\. Compare with"):
+    with pytest.raises(om.UnsupportedError, match=rf"a trace of format {version}, and this version reads format 1 to 3\. Compare with"):
         Trace.load(tmp_path / "run")
 
 
-def test_an_older_trace_is_read_and_not_compared_with_one_of_other_fingerprints(full, tmp_path):
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_older_trace_is_read_and_not_compared_with_one_of_other_fingerprints(version, full, tmp_path):
     place = full.save(tmp_path / "run") / "trace.json"
-    place.write_text(json.dumps(json.loads(place.read_text()) | {"format": 1}))
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"format": version}))
     old = Trace.load(tmp_path / "run")
     checker = ConsistencyChecker()
     assert checker.compare(old, trace=Trace.load(tmp_path / "run")).verdict == "bitwise"
-    assert Trace.load(old.save(tmp_path / "again")).format == 1
-    words = (
-        r"^compare: traces of formats 2 and 1, whose fingerprints are not alike\. Trace both runs with one version, or compare both with"
-    )
+    assert Trace.load(old.save(tmp_path / "again")).format == version
+    words = rf"^compare: traces of formats 3 and {version}, whose fingerprints are not alike\. Trace both runs with one version, or "
     with pytest.raises(om.UnsupportedError, match=words):
         checker.compare(old, trace=full)
     with pytest.raises(om.UnsupportedError, match=words):

@@ -141,6 +141,35 @@ def test_figures_arrive_in_one_transfer_and_nothing_waits_for_the_device_before(
     assert len(trace.records) > 100
 
 
+def test_a_sum_that_one_layer_leaves_to_the_next_is_looked_at_once_and_again_when_it_was_written_to():
+    class Leaves(nn.Module):
+        def forward(self, stream):
+            return stream
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third = Leaves(), Leaves(), Leaves()
+
+        def forward(self, x, branch):
+            stream = self.second(self.first(om.Unsummed(x, branch)))
+            with torch.no_grad():
+                branch.add_(1.0)
+            return self.third(stream)
+
+    x, branch = torch.randn(40, 50), torch.randn(40, 50)
+    before, after = x + branch, x + (branch + 1.0)
+    model = Whole()
+    checker = ConsistencyChecker(observe="all")
+    with checker.trace(model) as trace:
+        model(x, branch)
+    figures = {(k.module, k.direction): r.figures for k, r in trace.records.items() if k.module and k.name in ("", "0")}
+    assert figures["first", "input"] is figures["second", "forward"]
+    assert figures["third", "input"] is figures["third", "forward"]
+    assert figures["first", "input"].l2 == pytest.approx(before.norm().item(), rel=1e-6)
+    assert figures["third", "input"].l2 == pytest.approx(after.norm().item(), rel=1e-6)
+
+
 def test_parameters_and_their_gradients_are_looked_at_together(monkeypatch):
     together = []
     plain = om.FigureTable.add_all

@@ -12,6 +12,7 @@ import torch
 
 import ops_math as om
 from ops_math import UnsupportedError, backends, catalog, schedule, settings
+from ops_math.backends import inductor
 from ops_math.schedule import collect, store
 from ops_math.schedule.identity import identity_of
 from ops_math.schedule.live import LIVE, contents_of, record_for
@@ -299,3 +300,18 @@ def test_a_disk_or_a_device_without_room_costs_a_sentence(monkeypatch):
     assert found.measurements == ()
     assert found.skipped[0][1] == "failed: OSError: [Errno 28] No space left on device"
     assert "not measured: softmax fwd SoftmaxProblem" in str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(inductor.unavailable(CPU) is not None, reason="no C++ compiler for Inductor")
+def test_what_compiles_is_tried_where_there_is_time_for_it_and_then_runs(cache):
+    x = torch.randn(2048, 512)
+    why = "not tried: it compiles for seconds, and there were 2 in all: give calibrate 20 s or more, with anew=True"
+    for seconds, words in ((2.0, why), (20.0, None)):
+        (found,) = om.calibrate(lambda: om.rms_norm(x), seconds=seconds, anew=True).measurements
+        assert found.refused.get("inductor") == words
+        assert ("inductor" in found.times_us) == (words is None)
+    om.reset_stats()
+    om.rms_norm(x)
+    (ran,) = om.stats().rows
+    assert (ran.implementation, ran.reason) == (found.winner, "fastest measured on this device")

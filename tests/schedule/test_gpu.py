@@ -8,6 +8,7 @@ from ops_math import backends, schedule
 from ops_math.schedule.apart import Apart
 from ops_math.schedule.live import record_for
 from ops_math.schedule.measure import Limits
+from ops_math.schedule.timing import HOST_TIE, TIE
 from ops_math.settings import Policy
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +34,8 @@ def test_a_step_is_calibrated_and_never_slower_than_pytorchs_own_beyond_noise(ap
     for m in found.measurements:
         assert any(name.startswith("triton_gpu") for name in m.times_us), m
         own = "vendor" if "vendor" in m.times_us else "eager"
-        assert m.times_us[m.winner] <= m.times_us[own] * (1.03 + m.noise[m.winner] + m.noise[own]), m
+        by_host = any(m.host_us[name] >= 0.99 * m.times_us[name] for name in (m.winner, own))
+        assert m.times_us[m.winner] <= m.times_us[own] * (1 + max(HOST_TIE if by_host else TIE, m.noise[m.winner] + m.noise[own])), m
     ceilings = record_for(backends.device_of(torch.device("cuda", 0))).ceilings
     assert ceilings is not None
     assert ceilings.bandwidth_gbs > 500

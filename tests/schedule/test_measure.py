@@ -7,7 +7,7 @@ import torch
 
 from ops_math.schedule import Limits, NotMeasuredError, ceilings, measure
 from ops_math.schedule.accuracy import coarse_oracle, is_narrow, oracle_of, verdict
-from ops_math.schedule.timing import Timing, decide, summary, tied
+from ops_math.schedule.timing import Stopwatch, Timing, decide, summary, tied
 from ops_math.settings import Policy
 from tests.schedule import toy
 
@@ -64,7 +64,7 @@ def test_a_candidate_that_fails_after_a_while_drops_out_with_its_count():
             raise RuntimeError("tired")
         return toy.double(x)
 
-    found = measured({"magic": tiring, "eager": toy.eager})
+    found = measured({"magic": tiring, "eager": toy.slept(0.002)})  # slow enough that the other comes into the last round
     assert found.winner == "eager"
     assert found.refused["magic"] == "failed: RuntimeError: tired, after 2 calls that were well"
 
@@ -168,6 +168,31 @@ def test_noise_is_small_for_steady_samples_and_large_for_wild_ones():
     assert summary([(10.0, 40.0)] * 5).us == 40.0
 
 
+def test_where_the_host_decides_a_busy_host_changes_no_winner():
+    quiet = {"a": [(20.0, 30.0)] * 9, "b": [(44.0, 16.0)] * 9}
+    busy = {name: [(us, host * 2.2) for us, host in samples] for name, samples in quiet.items()}
+    for samples, scale in ((quiet, 1.0), (busy, 1 / 2.2)):
+        timings = {name: summary(taken, scale) for name, taken in samples.items()}
+        assert [round(t.us, 6) for t in timings.values()] == [30.0, 44.0]
+        assert timings["a"].on_host
+        assert not timings["b"].on_host
+    assert decide({name: summary(taken) for name, taken in busy.items()})[0] == "b"  # what the correction is for
+
+
+def test_a_difference_of_the_hosts_part_must_be_larger_than_one_of_the_devices():
+    assert tied(Timing(100.0, 100.0, 0.0, True), Timing(115.0, 20.0, 0.0))
+    assert not tied(Timing(100.0, 20.0, 0.0), Timing(115.0, 20.0, 0.0))
+    assert not summary([(50.0, 50.0)] * 9).on_host  # a CPU, where they are one
+
+
+def test_the_watch_counts_host_time_in_launches():
+    watch = Stopwatch(torch.device("cpu"), 4.0)
+    assert watch.host_scale() == 1.0
+    watch._launches += [8.0, 9.0, 7.0]
+    assert watch.host_scale() == 0.5
+    assert Stopwatch(torch.device("cpu")).host_scale() == 1.0
+
+
 def test_a_limit_lets_rounding_through_and_nothing_larger():
     r = torch.randn(64, 256, dtype=torch.float64)
     y = r.to(torch.bfloat16)
@@ -179,6 +204,24 @@ def test_a_limit_lets_rounding_through_and_nothing_larger():
     coarse = coarse_oracle([y], "another")
     assert verdict([y * 1.01], coarse) is not None
     assert verdict([y], coarse) is None
+
+
+def test_the_scale_of_a_large_result_may_lean_as_tensor_cores_do_and_not_more():
+    """Over a hundred million elements rounding averages out to nothing, and what cuts instead of rounding stays."""
+    r = torch.randn(4096, 1024, dtype=torch.float64)
+    right, leaning, wrong = ((r * scale).bfloat16() for scale in (1.0, 1 - 1.3e-4, 1 - 6e-4))
+    held = oracle_of([r], [right], "the oracle", narrow=True)
+    assert verdict([leaning], held) is None
+    assert "gain" in verdict([wrong], held)
+    assert "gain" in verdict([leaning], oracle_of([r], [right], "the oracle"))
+
+
+def test_a_result_that_is_all_rounding_may_be_several_times_as_large_and_not_of_another_size():
+    """The gradient of a query that sees one key is zero: what is left of it is whatever rounding left."""
+    zero, eager = torch.zeros(64, dtype=torch.float64), torch.full((64,), 1e-3, dtype=torch.bfloat16)
+    held = oracle_of([zero], [eager], "the oracle")
+    assert verdict([5 * eager], held) is None
+    assert "is wrong" in verdict([100 * eager], held)
 
 
 def test_a_statistic_saved_in_fp32_of_16_bit_numbers_may_be_summed_otherwise_and_not_be_rounded_to_16_bits():

@@ -1,7 +1,8 @@
 """Gated units, GELU and dropout at awkward widths on one GPU: how near is each configuration to a copy of the same number of bytes.
 
-Usage: PYTHONPATH=src python3 tools/gpu/elementwise_sweep.py [ROWSxCOLS ...] [glu] [geglu] [gelu] [gelu_bias] [dropout]
-All shapes, and all operators but gelu_bias, by default; under a minute.
+Usage: PYTHONPATH=src python3 tools/gpu/elementwise_sweep.py [ROWSxCOLS ...] [glu] [geglu] [gelu] [gelu_bias] [dropout] [glu_packed]
+All shapes, and all operators but gelu_bias and glu_packed, by default; under a minute. glu_packed has gate and up as halves of one tensor,
+which of an odd width start at different places between 16-byte boundaries.
 
 Time is kernel time from the profiler: the device time of all that a call launches, the median of its repetitions. A share is the time of
 `copy_` of as many bytes (each input read once, each output written once) over ours. PyTorch and Liger (where it is installed) stand
@@ -30,7 +31,7 @@ from ops_math.catalog import operators
 from ops_math.rng import Rng
 
 SHAPES = (*((155795, 3446), (28023, 1164), (410696, 753), (721, 6616), (663, 15993), (25, 270), (2, 340), (8192, 14336), (32768, 4096)),)
-TASKS = ("glu", "geglu", "gelu", "dropout", "gelu_bias")
+TASKS = ("glu", "geglu", "gelu", "dropout", "gelu_bias", "glu_packed")
 BF16 = torch.bfloat16
 WORKERS = 12
 CHECKED = 8  # rows at either end
@@ -100,6 +101,18 @@ def _gated(name: str, rows: int, cols: int, make: Callable[..., torch.Tensor]) -
     return [Task("glu", "fwd", fwd, others[0]), Task("glu", "bwd", bwd, others[1])]
 
 
+def _packed(name: str, rows: int, cols: int, make: Callable[..., torch.Tensor]) -> list[Task]:
+    packed, dy = make(rows, 2 * cols), make(rows, cols)
+    fwd, bwd = (packed, None, "silu", "halves", False, BF16), (dy, packed, None, None, "silu", "halves", True, False, False)
+    others: list[dict[str, Callable[[], Any]]] = [{}, {}]
+    if packed.is_cuda:
+        leaf = packed.detach().requires_grad_()
+        gate, up = leaf.chunk(2, -1)
+        plain = packed.chunk(2, -1)
+        others = [{"torch": lambda: F.silu(plain[0]) * plain[1]}, {"torch": backward_of(F.silu(gate) * up, (leaf,), dy)}]
+    return [Task("glu", "fwd", fwd, others[0]), Task("glu", "bwd", bwd, others[1])]
+
+
 def _gelu(name: str, rows: int, cols: int, make: Callable[..., torch.Tensor]) -> list[Task]:
     x, dy, bias = make(rows, cols), make(rows, cols), make(cols) if name == "gelu_bias" else None
     fwd, bwd = (x, bias, "none", BF16), (dy, x, bias, "none", True, bias is not None, False)
@@ -121,7 +134,7 @@ def _dropout(name: str, rows: int, cols: int, make: Callable[..., torch.Tensor])
     return [Task("dropout", "fwd", (x, state, 0.1), others[0]), Task("dropout", "bwd", (dy, state, 0.1), others[1])]
 
 
-MAKERS = {"glu": _gated, "geglu": _gated, "gelu": _gelu, "gelu_bias": _gelu, "dropout": _dropout}
+MAKERS = {"glu": _gated, "geglu": _gated, "gelu": _gelu, "gelu_bias": _gelu, "dropout": _dropout, "glu_packed": _packed}
 
 
 def _part(task: Task, name: str = "triton_gpu") -> Any:
@@ -204,7 +217,7 @@ def main(arguments: list[str]) -> None:
     """Compile, then measure."""
     began = time.perf_counter()
     shapes = [tuple(int(n) for n in a.split("x")) for a in arguments if a[0].isdigit()] or list(SHAPES)
-    names = [a for a in arguments if a in TASKS] or list(TASKS[:-1])
+    names = [a for a in arguments if a in TASKS] or list(TASKS[:-2])
     jobs = [(n, s) for s in shapes for n in names]
     found = torch.cuda.get_device_name().lower()
     device_name = next((n for n in backends.NAMED if n in found), "h200")

@@ -44,7 +44,7 @@ def jobs(rows: Path, out: Path) -> list[Job]:
     suite = "-m pytest tests src/ops_math -q -p no:cacheprovider --timeout 100 --tb=short"
     return [
         Job("suite", "suite", f"{suite} -m 'gpu and not alone' -n {workers}", 400, 12),
-        Job("suite", "suite, timed", f"{suite} -m 'gpu and alone'", 150, 6),
+        Job("suite", "suite alone", f"{suite} -m 'gpu and alone'", 150, 6),
         Job("steps", "bert-large", f"{steps} --model bert-large --variants plain,ops", 150, 6),
         Job("steps", "llama-1b", f"{steps} --model llama-1b --variants plain,ops,packed", 150, 6),
         Job("steps", "llama-tiny", f"{steps} --model llama-tiny --variants plain,ops,packed,graphed --no-gradients", 90, 6),
@@ -56,9 +56,10 @@ def jobs(rows: Path, out: Path) -> list[Job]:
         Job("accumulate", "accumulate", f"tools/gpu/accumulate.py --results {rows}", 100, 4),
         Job("random", "random shapes", f"benchmarks/random_shapes.py --seed 3 --results {rows}", 200, 60),
         Job("kernels", "bert-large alone", f"{alone} --model bert-large --variants ops", 90, 45),
-        Job("kernels", "llama-1b alone", f"{alone} --model llama-1b --variants packed", 90, 45),
+        Job("kernels", "llama-1b alone", f"{alone} --model llama-1b --variants packed+adamw", 90, 45),
         Job("host", "host costs", "tools/gpu/host_costs.py", 60, 26),
         Job("host", "host of bert-large", "tools/gpu/host_profile.py bert-large ops", 60, 3),
+        Job("configurations", "configurations", "tools/gpu/configurations.py --dtypes bf16,fp32", 300, 20),
         Job("consistency", "checker on llama-1b", "benchmarks/consistency.py cost --model llama-1b --rounds 10", 90, 8),
         Job("consistency", "checker on llama-tiny", "benchmarks/consistency.py cost --rounds 30", 90, 8),
         Job("consistency", "figures sweep", "tools/gpu/figures_sweep.py", 60, 40),

@@ -1,10 +1,11 @@
 """Norms, softmax and dropout on one GPU: is each configuration right, and how near to a copy of the same number of bytes is it.
 
-Usage: PYTHONPATH=src python3 tools/gpu/norm_sweep.py [--odd] [NAME ...]
+Usage: PYTHONPATH=src python3 tools/gpu/norm_sweep.py [--odd | --far] [NAME ...]
 NAME: rms_norm, add_rms_norm, layer_norm, add_layer_norm, bert (add_layer_norm with bias and dropout), stream (the same on an fp32 residual
 stream with a bf16 copy of y, as under autocast), softmax, dropout; wide for 28,672 columns and model for the shapes of llama-1b and
 bert-large instead of the usual ones. All by default. --odd takes widths that are no multiple of 16 and one that is wide, with Liger's
-kernels beside where they are installed, fewer repeats and configurations, and the best in a line at the end of each phase.
+kernels beside where they are installed, fewer repeats and configurations, and the best in a line at the end of each phase. --far takes
+what is farthest from a copy, all configurations of the phases in question, without rivals; 90 s.
 
 Time is kernel time from the profiler: the device time of all that a call launches, gaps left out. GB/s counts each input read once and
 each output written once. `share` is the time of `copy_` of as many bytes over ours. `error` is the largest l2 error of an output
@@ -34,6 +35,17 @@ SHAPES = ((16384, 4096), (32768, 1024), (8192, 8192))
 WIDE = ((4096, 28672),)
 MODEL = {"add_rms_norm": ((16384, 2048),), "rms_norm": ((16384, 2048),), "stream": ((16384, 1024),), "bert": ((16384, 1024),)}
 ODD = ((28023, 1164), (161537, 2163), (155795, 3446), (3520, 4287), (721, 6616), (663, 15993), (105880, 69), (2, 2056), (8192, 28672))
+FAR = {  # with the phases that are measured
+    (161537, 2163): {"layer_norm": "fwd bwd", "add_layer_norm": "fwd bwd"},
+    (28023, 1164): {"layer_norm": "fwd bwd", "add_layer_norm": "bwd"},
+    (3520, 4287): {"layer_norm": "fwd bwd"},
+    (663, 15993): {"rms_norm": "bwd", "add_rms_norm": "bwd", "layer_norm": "fwd bwd", "add_layer_norm": "bwd"},
+    (16384, 12001): {"rms_norm": "bwd", "layer_norm": "bwd"},
+    (16384, 12288): {"rms_norm": "bwd", "add_rms_norm": "bwd", "layer_norm": "bwd", "add_layer_norm": "bwd"},
+    (8192, 16384): {"rms_norm": "bwd", "layer_norm": "bwd"},
+    (8192, 28672): {"rms_norm": "bwd", "add_rms_norm": "bwd", "layer_norm": "bwd"},
+    (105880, 69): {"softmax": "fwd"},
+}
 ODD_TASKS = ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "softmax")
 WORKERS = 14  # processes that compile ahead into Triton's cache
 LIMIT = 4e-3  # l2 error of bf16: one rounding has 2^-9 / sqrt(3)
@@ -255,12 +267,14 @@ def copy_time(size: int) -> float:
     return kernel_ms(lambda: target.copy_(source))
 
 
-def measure(name: str, shape: tuple[int, int], rivals: bool = False) -> None:
-    """All configurations of one task on one shape, beside PyTorch and a copy."""
+def measure(name: str, shape: tuple[int, int], rivals: bool = False, phases: str = "fwd bwd") -> None:
+    """All configurations of one task on one shape, beside PyTorch and a copy; with `rivals` few of them, and Liger's."""
     task, tensors = TASKS[name], _tensors(*shape)
     operator = operators()[task.operator]
     native = Natives(task, tensors)
     for phase, (problem, inputs) in calls(task, tensors).items():
+        if phase not in phases.split():
+            continue
         size = operator.cost(problem, phase).bytes
         copied = copy_time(size)
         row(name, phase, shape, "copy_", copied, size, copied)
@@ -281,7 +295,7 @@ def measure(name: str, shape: tuple[int, int], rivals: bool = False) -> None:
                 row(name, phase, shape, best[-1][1], ms, size, copied, error)
             except Exception:  # noqa: BLE001 (one bad configuration must not end the sweep)
                 say(f"{name} {phase} {shape} {tuple(config)} FAILED", traceback.format_exc(limit=-1).splitlines()[-1][:300])
-        if rivals and best:
+        if best:
             say(
                 f"{name} {phase} {shape} best first:",
                 *(f"{what} {copied / ms:.3f};" for ms, what in sorted(best)[:4]),
@@ -317,6 +331,9 @@ class Natives:
 def main(names: list[str]) -> None:
     """Compile in parallel, then measure one by one."""
     say(torch.__version__, torch.cuda.get_device_name(), f"copy of 4 GiB {4 * 2**30 / copy_time(4 * 2**30) / 1e6:.0f} GB/s")
+    if "--far" in names:
+        far(names)
+        return
     if "--odd" in names:
         odd([n for n in ODD_TASKS if n in names or not set(names) & set(TASKS)])
         return
@@ -337,9 +354,21 @@ def odd(chosen: list[str]) -> None:
         measure(name, shape, rivals=True)
 
 
-def compile_all(pairs: list[tuple[str, tuple[int, int]]], few: bool = False) -> None:
+def far(names: list[str]) -> None:
+    """What is farthest from a copy."""
+    REPEATS[:] = [6, 2]
+    chosen = [(n, s, phases) for s, tasks in FAR.items() for n, phases in tasks.items() if n in names or not set(names) & set(TASKS)]
+    compile_all([(n, s) for n, s, _ in chosen], phases={(n, s): phases for n, s, phases in chosen})
+    for name, shape, phases in chosen:
+        measure(name, shape, phases=phases)
+
+
+def compile_all(
+    pairs: list[tuple[str, tuple[int, int]]], few: bool = False, phases: dict[tuple[str, tuple[int, int]], str] | None = None
+) -> None:
     """Every configuration of all pairs, side by side."""
-    jobs = [(n, s, ph, i) for n, s in pairs for ph in ("fwd", "bwd") for i in picked(configurations(n, s, ph), few)]
+    wanted = [(n, s, ph) for n, s in pairs for ph in ("fwd", "bwd") if phases is None or ph in phases[n, s].split()]
+    jobs = [(n, s, ph, i) for n, s, ph in wanted for i in picked(configurations(n, s, ph), few)]
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
         failed = [f for f in pool.map(compile_ahead, *zip(*jobs, strict=True)) if f]
     say(f"compiled {len(jobs)} configurations, {len(failed)} failed", *{f[:200] for f in failed})

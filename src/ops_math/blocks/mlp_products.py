@@ -1,7 +1,7 @@
 """The products of an MLP with what stands between them.
 
-M rows, K input width, N inner width. The activation is not saved: the backward computes it again together with its gradient, in one pass
-over its inputs.
+M rows, K input width, N inner width. What the last product multiplies is not saved: the backward computes it again together with the
+gradients, in one pass over its inputs. A CPU saves that of a gated unit, which stands in memory anyway: there the pass is what costs.
 """
 
 from __future__ import annotations
@@ -21,19 +21,15 @@ from ops_math.ops.glu.op_gelu import OP as GELU
 
 
 class _GatedMlp(torch.autograd.Function):
-    """out = (act(x wg^T) * (x wu^T)) wd^T; saves x, gate and up.
-
-    On a CPU also act(gate), as PyTorch does: a GPU computes it again in registers, a CPU in a pass of its own.
-    """
+    """out = (act(x wg^T) * (x wu^T)) wd^T; saves x, gate and up, on a CPU also their product."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype | None, activation: str, *affines: torch.Tensor | None) -> torch.Tensor:
         wide = as_dtype(x, dtype)
         wg, bg, wu, bu, wd, bd = cast(affines, dtype)
         gate, up = F.linear(wide, wg, bg), F.linear(wide, wu, bu)
-        keep = x.device.type == "cpu"
-        act, kept = GLU.fwd(gate, up, activation, "", keep, gate.dtype)
-        ctx.save_for_backward(wide, gate, up, kept if keep else None, wg, wu, wd)
+        act, _ = GLU.fwd(gate, up, activation, "", False, gate.dtype)
+        ctx.save_for_backward(wide, gate, up, act if x.device.type == "cpu" else None, wg, wu, wd)
         ctx.dtypes, ctx.x_dtype, ctx.activation, ctx.owners = dtypes_of(affines), x.dtype, activation, owners_of(affines)
         return F.linear(act, wd, bd)
 
@@ -45,8 +41,9 @@ class _GatedMlp(torch.autograd.Function):
         dtypes = ctx.dtypes
         x_MK, dy_MN = rows(x), rows(dy)
         dact = (dy_MN @ wd).view(gate.shape)
-        dgate, dup, act = GLU.bwd(dact, gate, up, kept, ctx.activation, "", True, True, need_wd)
-        del dact
+        dgate, dup, act = GLU.bwd(dact, gate, up, None, ctx.activation, "", True, True, need_wd and kept is None)
+        act = act if kept is None else kept
+        del dact, kept
         dgate, dup = rows(dgate), rows(dup)
         dwd = weight_grad(dy_MN, rows(act), dtypes[4], ctx.owners[2]) if need_wd else None
         dx = (dgate @ wg).addmm_(dup, wu).view(x.shape).to(ctx.x_dtype) if need_x else None
@@ -64,9 +61,8 @@ class _PackedGatedMlp(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype | None, activation: str, *affines: torch.Tensor | None) -> torch.Tensor:
         gate_up, saved, ctx.options = packed_forward(x, dtype, affines[:4])
         wd, bd = (cast_weight(t, dtype) for t in affines[4:])
-        keep = x.device.type == "cpu"
-        act, kept = GLU.fwd(gate_up, None, activation, "halves", keep, gate_up.dtype)
-        ctx.save_for_backward(gate_up, kept if keep else None, wd, *saved)
+        act, _ = GLU.fwd(gate_up, None, activation, "halves", False, gate_up.dtype)
+        ctx.save_for_backward(gate_up, act if x.device.type == "cpu" else None, wd, *saved)
         ctx.down, ctx.activation, ctx.owners = dtypes_of(affines[4:]), activation, owners_of(affines[4:])
         return F.linear(act, wd, bd)
 
@@ -77,8 +73,9 @@ class _PackedGatedMlp(torch.autograd.Function):
         need_x, _, _, need_wg, need_bg, need_wu, need_bu, need_wd, need_bd = ctx.needs_input_grad
         dy_MN = rows(dy)
         dact = (dy_MN @ wd).view(*gate_up.shape[:-1], wd.shape[1])
-        dgate_up, _, act = GLU.bwd(dact, gate_up, None, kept, ctx.activation, "halves", True, False, need_wd)
-        del dact
+        dgate_up, _, act = GLU.bwd(dact, gate_up, None, None, ctx.activation, "halves", True, False, need_wd and kept is None)
+        act = act if kept is None else kept
+        del dact, kept
         dwd = weight_grad(dy_MN, rows(act), ctx.down[0], ctx.owners[0]) if need_wd else None
         dx, *grads = packed_backward(ctx.options, saved, rows(dgate_up), (need_x, need_wg, need_bg, need_wu, need_bu))
         return dx, None, None, *grads, dwd, bias_grad(dy_MN, ctx.down[1]) if need_bd else None

@@ -27,6 +27,8 @@ Progress = Callable[[str, int, int], None]  # what is being done, how many probl
 KEPT_BYTES = 8 << 30
 LEAST_SECONDS, MOST_SECONDS = 0.3, 4.0  # for one problem
 CLOSE = 1.1  # of the fastest
+COMPILING_SECONDS = 20.0  # with fewer in all, compiling would leave none for measuring: 1 to 5 s a problem, 17 for a machine's first
+SLOWEST_COMPILATION = 90.0  # [s]
 
 
 class Calibration(NamedTuple):
@@ -66,7 +68,8 @@ def calibrate(
 
     Args:
         step_fn: runs a training step, forward and backward; whatever it changes (weights, optimizer) is changed as by any step.
-        seconds: for measuring, in all [s]; problems that take longest come first, and known ones are not measured again.
+        seconds: for measuring, in all [s]; problems that take longest come first, and known ones are not measured again. On a CPU,
+            candidates that compile C++ are tried from 20 s on.
         save: keep what was found in the user's cache folder, where other processes find it.
         anew: measure known problems too; a recorded winner then stays unless another is clearly faster.
         progress: called with what is being done, how many problems are done, and of how many; the library itself prints nothing.
@@ -174,6 +177,8 @@ def _measure_all(
     skipped: list[tuple[str, str]] = []
     end = time.perf_counter() + seconds
     hung = ""
+    do = f"give calibrate {COMPILING_SECONDS:g} s or more, with anew=True"
+    hurried = "" if seconds >= COMPILING_SECONDS else f"not tried: it compiles for seconds, and there were {seconds:g} in all: {do}"
     for done, one in enumerate(wanted):
         name = f"{one.op} {one.phase} {one.problem}"
         left = end - time.perf_counter()
@@ -184,7 +189,8 @@ def _measure_all(
             skipped.append((name, why))
             continue
         share = min(max(left / (len(wanted) - done), LEAST_SECONDS), MOST_SECONDS)
-        limits = Limits(share, max(10 * share, 20.0), memory_gib)
+        patience = SLOWEST_COMPILATION if one.device.type == "cpu" and not hurried else 20.0
+        limits = Limits(share, max(10 * share, patience), memory_gib, hurried)
         try:
             tell = functools.partial(_tell, progress, f"{one.op} {one.phase}", done, len(wanted))
             found.append((one, _measure_one(one, limits, tell, child)))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ops_math import backends, checks
+from ops_math.backends import inductor
 from ops_math.schedule.record import Measurement, Record, label
 from ops_math.settings import Policy
 from ops_math.spec import Cost, Device, Implementation
@@ -38,6 +39,10 @@ def reason_against(candidate: Implementation, problem: Any, device: Device, phas
     """Why a candidate cannot run this problem here, or None."""
     if candidate.name.startswith("triton"):  # asked before its module is imported, which needs Triton
         missing = backends.triton_unavailable(device)
+        if missing:
+            return missing
+    if candidate.name.startswith("inductor"):
+        missing = inductor.unavailable(device)
         if missing:
             return missing
     kinds = candidate.optional("KINDS", None)
@@ -82,6 +87,11 @@ def predict_us(candidate: Implementation, problem: Any, cost: Cost, device: Devi
     moving = cost.bytes * (passes(problem, phase) if passes else candidate.optional("PASSES", 1.0)) / (device.bandwidth_gbs * 1e3)
     computing = cost.total_flops / (device.product_tflops * 1e6)
     return max(moving, computing) + device.launch_us * candidate.optional("CALLS", 1)
+
+
+def on_request(candidate: Implementation) -> str:
+    """Why a candidate runs only where it was measured on this machine or forced, empty for the others."""
+    return inductor.ON_REQUEST if candidate.name.startswith("inductor") else ""
 
 
 def order_of_sums(candidate: Implementation, problem: Any, config: Any, phase: str) -> str:
@@ -189,11 +199,13 @@ class _Question(NamedTuple):
     def by_model(self, entry: Any, fallback: str) -> Choice:
         """By the shipped measurements where they cover the problem, else by the roofline."""
         times = entry.times_us if entry else {}
-        timed = [one._replace(predicted_us=times[one.candidate.name]) for one in self.able if one.candidate.name in times]
-        ranked = sorted(timed or self.able, key=lambda one: one[:2])
+        offered = [one for one in self.able if not on_request(one.candidate)]
+        timed = [one._replace(predicted_us=times[one.candidate.name]) for one in offered if one.candidate.name in times]
+        ranked = sorted(timed or offered, key=lambda one: one[:2])
         best, how = ranked[0], "measured" if timed else "predicted"
         others = [(one.candidate.name, f"{how} {one.predicted_us:.0f} us against {best.predicted_us:.0f} us") for one in ranked[1:]]
-        reason = f"fastest {how}" if timed or len(self.able) > 1 else "only candidate"
+        others += [(one.candidate.name, on_request(one.candidate)) for one in self.able if one not in offered]
+        reason = f"fastest {how}" if timed or len(offered) > 1 else "only candidate"
         return self.answer(best, self.first_config(best), best.predicted_us, reason, others, fallback)
 
     def by_measurement(self, found: Measurement, exactly: bool, modelled: Choice) -> Choice | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ops_math import backends, settings
+from ops_math.backends.inductor import ON_REQUEST
 from ops_math.schedule import live
 from ops_math.schedule.calibrate import ensure_ceilings
 from ops_math.schedule.identity import identity_of
@@ -28,7 +29,7 @@ def met(operator: live.Operator, phase: str, problem: Any, args: Sequence[Any]) 
     progress = live.LIVE.first_use_progress
     try:
         ensure_ceilings({device}, True)
-        limits = Limits(live.LIVE.first_use_seconds, max(10 * live.LIVE.first_use_seconds, 10.0))
+        limits = Limits(live.LIVE.first_use_seconds, max(10 * live.LIVE.first_use_seconds, 10.0), why_not_compiled=ON_REQUEST)
         found = measure(
             operator, phase, args, limits=limits, progress=progress and (lambda words: progress(f"{operator.name} {phase}: {words}"))
         )

@@ -22,7 +22,9 @@ from ops_math.spec import DTYPE_OF, Offer
 
 NO_STATEMENT = "it states no more"
 VENDOR = "PyTorch's kernels choose their order of sums by the number of rows"
+COMPILED = "compiled code cuts rows and vectors by the number of rows"
 PRODUCTS = "its matrix products are a vendor library's, which promises level 1"
+PLACE = "where a row starts between two 16-byte boundaries decides the order of its sums"
 ALIGNMENT = 64  # bytes: what PyTorch's allocators keep at least
 A_ROW = {"eager": 1}  # on a CPU a row is a call of its own
 
@@ -38,6 +40,16 @@ class Cut(NamedTuple):
     given: str
     made: str
     sums: tuple[str, ...] = ()
+
+
+def by_place(p: Any, implementation: str, config: Any, phase: str) -> Offer:
+    """What is offered where our kernels may cut rows at the 16-byte grid (`ends` of a configuration): such rows are summed by their place
+    among eight, which follows how a batch is cut."""
+    if implementation == "vendor":
+        return Offer(1, VENDOR)
+    if implementation == "inductor":
+        return Offer(1, COMPILED)
+    return Offer(1, PLACE) if implementation == "triton_gpu" and config.ends else Offer(3)
 
 
 class Levels(NamedTuple):

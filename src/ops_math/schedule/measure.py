@@ -16,7 +16,7 @@ import torch
 from ops_math import backends, settings
 from ops_math.schedule import accuracy
 from ops_math.schedule.ceilings import synchronize
-from ops_math.schedule.choose import Able, configurations, reason_against, sort_candidates
+from ops_math.schedule.choose import Able, configurations, on_request, reason_against, sort_candidates
 from ops_math.schedule.identity import source_of
 from ops_math.schedule.levels import Levels, chosen_for
 from ops_math.schedule.live import Operator, record_for
@@ -36,11 +36,13 @@ TRIALS_SHARE = 0.6  # of the budget may go into first impressions of further con
 
 class Limits(NamedTuple):
     """How much measuring one call may take: `seconds` in all (compilation and the oracle not counted), `trial_seconds` for one run of a
-    candidate, compilation included, and `memory_gib` beyond a candidate's results on a GPU (None: what there is)."""
+    candidate, compilation included, and `memory_gib` beyond a candidate's results on a GPU (None: what there is). `why_not_compiled`
+    says why candidates that compile C++ for seconds are not tried, and is empty where they are."""
 
     seconds: float = 2.0
     trial_seconds: float = 30.0
     memory_gib: float | None = None
+    why_not_compiled: str = ""
 
 
 class Pair(NamedTuple):
@@ -205,12 +207,14 @@ def measure(
         raise NotMeasuredError("no implementation can run it")
     tried, refused = worth_trying(able)
     refused |= left_out or {}
+    if limits.why_not_compiled:
+        refused |= {pair.name: limits.why_not_compiled for pair in bench.pairs([one for one in tried if on_request(one.candidate)])}
     say = progress or (lambda words: None)
     try:
         with torch.no_grad():
             say("oracle")
             oracle = bench.oracle(able)
-            watch = Stopwatch(bench.torch_device)
+            watch = Stopwatch(bench.torch_device, record.on(bench.device, dtype).launch_us)
             first = _first_impressions(bench, tried, oracle, watch, refused, say)
             own = {pair.name for pair in bench.pairs([one for one in tried if _from_pytorch(one, able)])}
             finals = _final(bench, first, own, watch, refused, say)
@@ -256,7 +260,7 @@ def _first_impressions(
             if bench.torch_device.type == "cuda":
                 torch.cuda.empty_cache()
             continue
-        found[pair.name] = pair, summary(taken)
+        found[pair.name] = pair, summary(taken, watch.host_scale())
     return found
 
 

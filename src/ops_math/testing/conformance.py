@@ -141,15 +141,13 @@ def _same(first: Result, second: Result, what: str) -> list[str]:
 def check_layouts(operator: Operator, case: Case, dtype: str, implementation: str, device: str = "cpu") -> list[str]:
     """Other strides of inputs and of output gradients stay within the budget (the order of sums may change, the numbers may not)."""
     judge = judge_for(operator, case, dtype, device)
-    oracle = judge.oracles[1].values
+    oracle, budget = judge.oracles[1].values, judge.budget_of(implementation)
     found = []
     for name, change in LAYOUTS.items():
-        found += [
-            f"{case.name}: inputs {name}: {b}" for b in judge.budget.broken(judge.run(1, implementation, change=change).values, oracle)
-        ]
+        found += [f"{case.name}: inputs {name}: {b}" for b in budget.broken(judge.run(1, implementation, change=change).values, oracle)]
         found += [
             f"{case.name}: output gradients {name}: {b}"
-            for b in judge.budget.broken(judge.run(1, implementation, change_gradient=change).values, oracle)
+            for b in budget.broken(judge.run(1, implementation, change_gradient=change).values, oracle)
         ]
     stretched = judge.run(1, implementation, change_gradient=expanded)
     copied = judge.run(1, implementation, change_gradient=lambda t: expanded(t).clone())

@@ -49,7 +49,9 @@ class Judge:
         self.oracles = {seed: self.oracle(seed) for seed in SEEDS}
         moved = [self.oracle(seed, nudged) for seed in SEEDS]
         oracles = [self.oracles[s].values for s in SEEDS]
-        self.budget = Budget(oracles, [e.values for e in eagers], [m.values for m in moved], eagers[0].names, dict(case.looser))
+        learned = oracles, [e.values for e in eagers], [m.values for m in moved], eagers[0].names
+        self.budget = Budget(*learned, {} if case.looser_for else dict(case.looser))
+        self.looser = {name: Budget(*learned, dict(case.looser)) for name in case.looser_for}
 
     def call(self, seed: int) -> Any:
         """The arguments for a seed."""
@@ -72,11 +74,15 @@ class Judge:
             differentiable=self.differentiable,
         )
 
+    def budget_of(self, implementation: str) -> Budget:
+        """The limits that an implementation is held to."""
+        return self.looser.get(implementation, self.budget)
+
     def verdict(self, implementation: str, seeds: Sequence[int] = SEEDS) -> list[Broken]:
         """Every limit that the implementation passes on these seeds."""
         found: list[Broken] = []
         for seed in seeds:
-            found += self.budget.broken(self.run(seed, implementation).values, self.oracles[seed].values)
+            found += self.budget_of(implementation).broken(self.run(seed, implementation).values, self.oracles[seed].values)
         return found
 
 

@@ -105,7 +105,7 @@ def _budget(operator: Operator, implementation: str, device: str, case: Case, dt
     judge = judge_for(operator, case, dtype, device)
     tally.count("values")
     for seed in SEEDS:
-        for error in judge.budget.errors(judge.run(seed, implementation).values, judge.oracles[seed].values):
+        for error in judge.budget_of(implementation).errors(judge.run(seed, implementation).values, judge.oracles[seed].values):
             where = f"{case.name} in {dtype}"
             worst(tally.margins, [(error.statistic, error.share)], f"{error.output} of {where}")
             if not error.value <= error.limit:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops_nn.debug.compare import Comparison, Culprit
-from ops_nn.debug.figures import Figures
-from ops_nn.debug.trace import FORWARD, INPUT, INPUT_GRADIENT, PARAMETER, PARAMETER_GRADIENT, Key, Record, Trace
+from ops_nn.debug.figures import Figures, step_of
+from ops_nn.debug.trace import FORWARD, INPUT, INPUT_GRADIENT, LIGHT, PARAMETER, PARAMETER_GRADIENT, Key, Record, Trace
 from ops_nn.debug.verdict import distance
 
 CLOSE = 0.02  # what is left of a difference that a rule explains
@@ -82,7 +82,17 @@ def likely_cause(comparison: Comparison, culprit: Culprit) -> Cause:
         found = rule(case)
         if found is not None:
             return found
-    return Cause("unknown", "nothing that is known of the module differs; replay it, and look at what its forward calls between its parts")
+    words = "nothing that is known of the module differs; replay it, and look at what its forward calls between its parts"
+    return Cause("unknown", words + _in_part(case))
+
+
+def _in_part(case: _Case) -> str:
+    """What is not known of the module's weights, where a trace has read them in part."""
+    own = [k for k in case.traces[0].records if k.direction == PARAMETER and k.module == case.module]
+    large = any(step_of(case.traces[0].records[key].shape) > 1 for key in own)
+    if not large or LIGHT not in (case.traces[0].mode, case.traces[1].mode):
+        return ""
+    return "; an element of every row of its weights was compared, mode='full' compares all"
 
 
 def _lost(case: _Case) -> Cause | None:
@@ -299,7 +309,8 @@ def _order(case: _Case) -> Cause | None:
     if found.l2 <= 30 * found.limit:
         return Cause(
             "reduction order",
-            "small and without pattern: sums in another order or of another precision; lockstep with float64 says which is nearer",
+            "small and without pattern: sums in another order or of another precision; lockstep with float64 says which is nearer"
+            + _in_part(case),
         )
     return None
 

@@ -17,9 +17,8 @@ from ops_nn.debug import names, replay
 from ops_nn.debug.compare import Comparison, floors_of
 from ops_nn.debug.observe import FULL, Observer
 from ops_nn.debug.report import Report
-from ops_nn.debug.trace import Key, Trace
+from ops_nn.debug.trace import LIGHT, Key, Trace
 
-LIGHT = "light"
 BLOCKS, ALL, OPERATORS = "blocks", "all", "operators"
 _WHERE = "ConsistencyChecker"
 
@@ -33,7 +32,8 @@ class ConsistencyChecker:
         check_gradients: look at gradients too.
         dump_on_failure: write the first culprit's call to a file for `ops-math replay`, where tensors were kept.
         folder: for those files; by default one of its own below the system's folder for temporary files.
-        mode: `light` keeps a fingerprint of 128 bits, sizes, counts and samples of each tensor; `full` keeps the tensors too, on the CPU.
+        mode: `light` keeps a fingerprint of 128 bits, sizes, counts and samples of each tensor, of a large weight those of an element of
+            every row; `full` reads all and keeps the tensors too, on the CPU.
         observe: `blocks` (the model, its blocks and what stands beside them), `all` modules, or `operators`: all
             modules and what each fused operator inside them returned, which is slow; None for blocks in light mode, else all.
         limit_bytes: of tensors that a full trace keeps [B].

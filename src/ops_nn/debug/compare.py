@@ -13,16 +13,19 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import ops_math as om
+from ops_nn.debug.figures import measure, step_of, thinned, unpack
 from ops_nn.debug.trace import (
     DIRECTIONS,
     FORWARD,
     INPUT,
     INPUT_GRADIENT,
+    LIGHT,
     OUTPUT_GRADIENT,
     PARAMETER,
     PARAMETER_GRADIENT,
     Call,
     Key,
+    Record,
     Trace,
 )
 from ops_nn.debug.verdict import BITWISE, DIFFERENT, FLOOR_FACTOR, GROWTH, ROUNDING, Difference, difference
@@ -66,7 +69,7 @@ class Comparison:
         self.a, self.b, self.precision = a, b, precision
         self.structure = structure(a, b)
         self.floors = floors or {}
-        self.differences = {key: self._difference(key) for key in a.records if key in b.records}
+        self.differences = {key: self._difference(key, *pair) for key, pair in _pairs(a, b).items()}
         shared, fewest = len(a.modules.keys() & b.modules.keys()), min(len(a.modules), len(b.modules))
         if not any(key.direction in RESULTS for key in self.differences) or 2 * shared < fewest:
             first = self.structure[0] if self.structure else "no result was seen in both"
@@ -83,9 +86,9 @@ class Comparison:
         self.culprits = [*forward, *self._backward()]
         self.rows = self._rows()
 
-    def _difference(self, key: Key) -> Difference:
+    def _difference(self, key: Key, own: Record, other: Record) -> Difference:
         alike = self.a.autocast if self.a.autocast == self.b.autocast else ""
-        found = difference(self.a.records[key], self.b.records[key], self.precision, alike)
+        found = difference(own, other, self.precision, alike)
         return found._replace(limit=max(found.limit, FLOOR_FACTOR * self.floors.get(key, 0.0)))
 
     def worst(self, module: str, call: int, *directions: str) -> float | None:
@@ -347,8 +350,26 @@ def _outwards(module: str) -> list[str]:
 def floors_of(a: Trace, floor: Trace, precision: float) -> dict[Key, float]:
     """The noise floor: how far each tensor of A is from that of A perturbed."""
     _check_formats(a, floor)
-    pairs = [(key, difference(a.records[key], r, precision).l2) for key, r in floor.records.items() if key in a.records]
+    pairs = [(key, difference(*pair, precision).l2) for key, pair in _pairs(a, floor).items()]
     return {key: l2 for key, l2 in pairs if math.isfinite(l2)}
+
+
+def _pairs(a: Trace, b: Trace) -> dict[Key, tuple[Record, Record]]:
+    """What both have. A light trace has read some weights in part: so much of a full one is held against it, where tensors were kept."""
+    found = {key: (record, b.records[key]) for key, record in a.records.items() if key in b.records}
+    if LIGHT not in (a.mode, b.mode) or a.mode == b.mode:
+        return found
+    for key, pair in list(found.items()):
+        if key.direction != PARAMETER or step_of(pair[0].shape) == step_of(pair[1].shape) == 1:
+            continue
+        whole = pair[a.mode == LIGHT]
+        if whole.tensor is None:
+            del found[key]
+            continue
+        part = thinned(whole.tensor)
+        same = Record(unpack(measure(part), part.numel()), whole.shape, whole.stride, whole.dtype, whole.order)
+        found[key] = (pair[0], same) if a.mode == LIGHT else (same, pair[1])
+    return found
 
 
 def _check_formats(a: Trace, b: Trace) -> None:

@@ -81,10 +81,10 @@ class _Capture:
             self.open.pop()
         entry.call = entry.call._replace(end=self.ends)
         self.ends += 1
-        for name, carrier, _, also in trees.leaves(result):
-            for part in (carrier, also):
+        for leaf in trees.leaves(result):
+            for part in (leaf.carrier, leaf.also):
                 if part is not None and part.requires_grad:
-                    part.register_hook(_keeper(entry, name))
+                    part.register_hook(_keeper(entry, leaf.name))
         return result
 
 
@@ -119,7 +119,7 @@ def _run_alone(module: nn.Module, entry: _Entry, change: Callable[[Tensor], Tens
         device, enabled, dtype = entry.autocast
         with torch.set_grad_enabled(entry.grad_mode), torch.autocast(device, dtype, enabled=enabled and autocast):
             found = module(*args, **kwargs)
-        results = {name: (carrier, value()) for name, carrier, value, _ in trees.leaves(found)}
+        results = {leaf.name: (leaf.carrier, leaf.value()) for leaf in trees.leaves(found)}
         drew = not torch.equal(_random_state()[0], entry.random[0]) or any(
             not torch.equal(x, y) for x, y in zip(_random_state()[1], entry.random[1], strict=True)
         )

@@ -152,3 +152,14 @@ def ties(found: Layout) -> dict[str, str]:
                 if holder != full:
                     tied[full] = holder
     return tied
+
+
+def blocks(found: Layout) -> set[str]:
+    """The model, the blocks in its lists of blocks, and what stands beside those lists: not what is inside a block."""
+    lists = [path for path, place in found.places.items() if isinstance(place.module, nn.ModuleList | nn.Sequential)]
+    outer = [path for path in lists if not any(path != other and path.startswith(f"{other}." if other else "") for other in lists)]
+    if not outer:
+        return set(found.places)
+    inside = {path for path in found.places for other in outer if path.startswith(f"{other}." if other else "") and path != other}
+    blocks = {path for path in inside if path.rpartition(".")[0] in outer}
+    return (found.places.keys() - inside) | blocks

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import ops_math as om
 from ops_nn.debug import names, recipe, trees
-from ops_nn.debug.figures import unpack
+from ops_nn.debug.figures import thinned, together, unpack_all
 from ops_nn.debug.operators import Operators
 from ops_nn.debug.trace import (
     FORWARD,
@@ -59,6 +59,14 @@ class _Seen(NamedTuple):
     version: int
     row: int
     kept: Tensor | None
+
+
+class _Sum(NamedTuple):
+    """Figures of a sum that was not made, for as long as its summands live and are not written to."""
+
+    summands: tuple[weakref.ref[Tensor], weakref.ref[Tensor]]
+    versions: tuple[int, int]
+    found: _Pending
 
 
 class _Tape(threading.local):
@@ -115,7 +123,7 @@ def run_plainly(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _local(t: Tensor) -> Tensor:
     """The part of a sharded tensor that this rank holds."""
-    to_local = getattr(t, "to_local", None)
+    to_local = getattr(t.detach(), "to_local", None) if hasattr(t, "to_local") else None
     return t if to_local is None else to_local()
 
 
@@ -130,7 +138,7 @@ class Observer:
     def __init__(self, trace: Trace, model: nn.Module, gradients: bool, every_module: bool, limit_bytes: int, operators: bool) -> None:
         self.trace, self.gradients, self.limit = trace, gradients, limit_bytes
         self.layout = names.layout(model)
-        chosen = self.layout.places if every_module else _blocks(self.layout)
+        chosen = self.layout.places if every_module else names.blocks(self.layout)
         self.paths = {id(place.module): path for path, place in self.layout.places.items() if path in chosen}
         self.counts: dict[str, int] = {}
         self.again: dict[str, int] = {}
@@ -138,6 +146,7 @@ class Observer:
         self.pending: list[_Pending] = []
         self.halves: dict[Key, Tensor] = {}
         self.seen: dict[int, _Seen] = {}
+        self.sums: dict[tuple[int, int], _Sum] = {}
         self.ends = self.bytes = 0
         self.notes: dict[str, None] = {}
         self.active = True
@@ -171,8 +180,11 @@ class Observer:
             UnsupportedError: where another trace is open.
         """
         check_free()
-        held = names.tensors_of(self.layout).items()
-        self.see_all([(Key(path, 0, PARAMETER, name), value) for (path, name), value in held])
+        held = [(Key(path, 0, PARAMETER, name), value) for (path, name), value in names.tensors_of(self.layout).items()]
+        if self.trace.mode == FULL:
+            self.see_all(held)
+        else:
+            self._see_weights(held)
         install(self)
         if self.operators is not None:
             self.operators.__enter__()
@@ -224,38 +236,50 @@ class Observer:
     def _collect(self) -> None:
         """One transfer for each device."""
         rows = self.table.fetch()
+        counts = [0] * len(rows)
+        for item in self.pending:
+            counts[item.row] = math.prod(item.shape)
+        figures = unpack_all(rows, counts)
         for order, item in enumerate(self.pending):
-            figures = unpack(rows[item.row], math.prod(item.shape))
-            self.trace.records[item.key] = Record(figures, item.shape, item.stride, item.dtype, order, item.tensor)
+            self.trace.records[item.key] = Record(figures[item.row], item.shape, item.stride, item.dtype, order, item.tensor)
         for kind in sorted(self.table.copied_from):
             self.note(f"tensors on {kind} were copied to the CPU for their figures, since there is no Triton for it")
         self.pending = []
 
     def see(self, key: Key, t: Tensor, lasting: bool = True) -> None:
         """Take the figures of a tensor, and in full mode a copy; `lasting` says that others may be given the same tensor."""
-        self.see_all([(key, t)], lasting)
+        local = _local(t)
+        if not self._can_see(key, local):
+            return
+        known = self._known(local)
+        row, kept = (self.table.add(local), self._kept(key, local)) if known is None else (known.row, known.kept)
+        self._found(key, t, local, row, kept, lasting)
 
     def see_all(self, tensors: Iterable[tuple[Key, Tensor]], lasting: bool = True) -> None:
         """The same for several tensors, of which those that are new are looked at together."""
-        found = [(key, given, _local(given.detach())) for key, given in tensors]
+        found = [(key, given, _local(given)) for key, given in tensors]
         found = [item for item in found if self._can_see(item[0], item[2])]
         known = [self._known(t) for _, _, t in found]
         new = {_identity(t): (key, t) for (key, _, t), old in zip(found, known, strict=True) if old is None}
-        rows = self._figures(list(new.values()))
-        made = dict(zip(new, rows, strict=True))
+        rows = self.table.add_all([t for _, t in new.values()])
+        made = {name: (row, self._kept(*new[name])) for name, row in zip(new, rows, strict=True)}
         for (key, given, t), old in zip(found, known, strict=True):
             row, kept = made[_identity(t)] if old is None else (old.row, old.kept)
-            self.pending.append(_Pending(key, tuple(t.shape), t.stride(), _name(t.dtype), row, kept))
-            if lasting and type(given) in (Tensor, nn.Parameter) and not given.is_inference():
-                self.seen[given.data_ptr()] = _Seen(weakref.ref(given), given._version, row, kept)
+            self._found(key, given, t, row, kept, lasting)
 
-    def _figures(self, tensors: list[tuple[Key, Tensor]]) -> list[tuple[int, Tensor | None]]:
-        """Row and copy of each; of weights, of which there are many, without a sketch in light mode."""
-        if not tensors:
-            return []
-        sketch = tensors[0][0].direction != PARAMETER or self.trace.mode == FULL
-        rows = self.table.add_all([t for _, t in tensors], sketch)
-        return [(row, self._kept(key, t)) for row, (key, t) in zip(rows, tensors, strict=True)]
+    def _found(self, key: Key, given: Tensor, t: Tensor, row: int, kept: Tensor | None, lasting: bool) -> None:
+        self.pending.append(_Pending(key, tuple(t.shape), t.stride(), _name(t.dtype), row, kept))
+        if lasting and type(given) in (Tensor, nn.Parameter) and not given.is_inference():
+            self.seen[given.data_ptr()] = _Seen(weakref.ref(given), given._version, row, kept)
+
+    def _see_weights(self, held: list[tuple[Key, Tensor]]) -> None:
+        """Take the figures of what a light trace reads of weights, copied together; they are nobody's else, so nothing is remembered."""
+        local = [(key, _local(value)) for key, value in held]
+        found = [(key, t, _identity(t)) for key, t in local if self._can_see(key, t)]
+        new = {name: t for _, t, name in found}
+        rows = dict(zip(new, self.table.add_all(together([thinned(t) for t in new.values()])), strict=True))
+        for key, t, name in found:
+            self.pending.append(_Pending(key, tuple(t.shape), t.stride(), _name(t.dtype), rows[name], None))
 
     def _can_see(self, key: Key, t: Tensor) -> bool:
         if not _seen_whole(t):
@@ -282,12 +306,23 @@ class Observer:
             self.note(f"tensors beyond {self.limit / 2**30:.3g} GiB were not kept, the first of them {key}; limit_bytes= is the limit")
             return None
         self.bytes += t.nbytes
-        return t.to("cpu", copy=True)
+        return t.detach().to("cpu", copy=True)
 
     def leaf(self, key: Key, leaf: trees.Leaf) -> None:
-        """Take the figures of an argument or result."""
-        value = leaf.value()
-        self.see(key, value, lasting=value is leaf.carrier)
+        """Take the figures of an argument or result; of a sum that one layer leaves to the next once."""
+        if leaf.summands is None:
+            value = leaf.value()
+            self.see(key, value, lasting=value is leaf.carrier)
+            return
+        place, versions = (id(leaf.summands[0]), id(leaf.summands[1])), (_version(leaf.summands[0]), _version(leaf.summands[1]))
+        known = self.sums.get(place)
+        if known is not None and known.versions == versions and all(r() is t for r, t in zip(known.summands, leaf.summands, strict=True)):
+            self.pending.append(known.found._replace(key=key))
+            return
+        before = len(self.pending)
+        self.see(key, leaf.value(), lasting=False)
+        if len(self.pending) > before and -1 not in versions:
+            self.sums[place] = _Sum((weakref.ref(leaf.summands[0]), weakref.ref(leaf.summands[1])), versions, self.pending[-1])
 
     def _number(self, path: str) -> tuple[int, bool]:
         """The number of the call that begins, and whether it is an earlier one that is recomputed."""
@@ -349,8 +384,8 @@ class Observer:
         """Read the gradients when they arrive."""
         if not self.gradients or not torch.is_grad_enabled():
             return
-        for name, carrier, _, also in tensors:
-            key = Key(path, number, direction, name)
+        for leaf in tensors:
+            key, carrier, also = Key(path, number, direction, leaf.name), leaf.carrier, leaf.also
             if carrier.requires_grad and also is not None and also.requires_grad:
                 for part in (carrier, also):
                     part.register_hook(self._part_reader(key))
@@ -401,14 +436,3 @@ def _same_view(old: Tensor, t: Tensor) -> bool:
 
 def _is_below(name: str, path: str) -> bool:
     return name != path and (not path or name.startswith(f"{path}."))
-
-
-def _blocks(layout: names.Layout) -> set[str]:
-    """The model, the blocks in its lists of blocks, and what stands beside those lists: not what is inside a block."""
-    lists = [path for path, place in layout.places.items() if isinstance(place.module, nn.ModuleList | nn.Sequential)]
-    outer = [path for path in lists if not any(path != other and path.startswith(f"{other}." if other else "") for other in lists)]
-    if not outer:
-        return set(layout.places)
-    inside = {path for path in layout.places for other in outer if path.startswith(f"{other}." if other else "") and path != other}
-    blocks = {path for path in inside if path.rpartition(".")[0] in outer}
-    return (layout.places.keys() - inside) | blocks

@@ -21,12 +21,13 @@ from torch import Tensor
 import ops_math as om
 from ops_nn.debug.figures import Figures
 
-FORMAT = 2  # 2: other fingerprints and sketches
+FORMAT = 3  # 2: other fingerprints and sketches; 3: large weights of light traces are read in part
 OLDEST_FORMAT = 1
 INDEX = "trace.json"
 HEADER = "ops_nn.debug"
 SHARD_BYTES = 256 * 2**20
 
+LIGHT = "light"
 INPUT, FORWARD = "input", "forward"
 OUTPUT_GRADIENT, INPUT_GRADIENT, PARAMETER_GRADIENT = "output gradient", "input gradient", "parameter gradient"
 PARAMETER = "parameter"
@@ -51,7 +52,10 @@ class Key(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What is kept of a tensor. `order` counts records of a trace; `tensor` is there in full mode, on the CPU."""
+    """What is kept of a tensor. `order` counts records of a trace; `tensor` is there in full mode, on the CPU.
+
+    Figures of a `parameter` in a light trace are those of its `thinned` elements.
+    """
 
     figures: Figures
     shape: tuple[int, ...]

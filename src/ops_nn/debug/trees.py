@@ -14,12 +14,13 @@ import ops_math as om
 
 class Leaf(NamedTuple):
     """A tensor in an argument or result. `carrier` is where its gradient arrives, `also` where another part of it does; `value` gives the
-    tensor that is meant."""
+    tensor that is meant, the sum of `summands` where there are two."""
 
     name: str
     carrier: Tensor
     value: Callable[[], Tensor]
     also: Tensor | None = None
+    summands: tuple[Tensor, Tensor] | None = None
 
 
 def _joined(prefix: str, name: object) -> str:
@@ -34,7 +35,7 @@ def leaves(value: Any, prefix: str = "") -> Iterator[Leaf]:
     """
     if isinstance(value, om.Unsummed):
         x, branch = value
-        yield Leaf(prefix, branch if branch.requires_grad else x, lambda: x.detach() + branch.detach())
+        yield Leaf(prefix, branch if branch.requires_grad else x, lambda: x.detach() + branch.detach(), summands=(x, branch))
     elif isinstance(value, om.Narrowed):
         wide, narrow = value
         yield Leaf(prefix, wide, lambda: wide, narrow)

@@ -3,12 +3,16 @@
 Products: each matrix product of the step at its exact shape, strides and dtypes, timed alone on cold operands. Attention: the fastest of
 what is installed, forward and backward, with the model's dropout. Other operators, casts, the embedding and the optimizer: the bytes that
 they must move, at the rate of a copy. Nothing is launched between them, nothing waits for the host.
+
+Timed alone, each part has the whole power budget of the device; a step is bound by it from its first tenth of a second on, and clocks fall
+(an H200 from 1,980 to 1,500 MHz). So the parts are also run one after the other, over and over, until clocks have settled: the floor held.
 """
 
 from __future__ import annotations
 
 import functools
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,13 +24,18 @@ from ops_math import catalog
 from ops_math.cli.bench import floor_attention
 from ops_math.cli.bench.clock import Clock, Timed, race
 from ops_math.ops.cross_entropy.problem_linear import LinearCrossEntropyProblem
+from ops_math.schedule.ceilings import synchronize
 from ops_math.spec import DTYPE_OF
 
 NAME = "floor"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::_addmm_activation")  # batched ones are attention's, which stands apart
 LOSS, ATTENTION = "linear_cross_entropy", "attention"
 SECONDS = 0.05  # for each product; seven visits are made in any case
+SETTLED = 3.0  # seconds of all parts in a row; the second half counts
 COPIED = {"cuda": 1 << 29, "cpu": 64 << 20}  # bytes
+
+
+Repeated = tuple[Callable[[], Any], int]  # a call, and how often a step makes it
 
 
 class Shaped(NamedTuple):
@@ -69,12 +78,14 @@ class Least(NamedTuple):
         products: distinct products, how often each occurs, and its time [us].
         attention: who was fastest forward and backward, and why others did not run.
         bandwidth: of the copy [B/us].
+        held_us: all parts one after the other at the clocks that the device keeps up [us]; 0 on a CPU.
     """
 
     parts: dict[str, float]
     products: dict[str, tuple[int, float]]
     attention: floor_attention.Fastest
     bandwidth: float
+    held_us: float
 
     @property
     def us(self) -> float:
@@ -177,12 +188,42 @@ def of(name: str, setup: Any, make: Callable[[], Any], clock: Clock, free: Calla
         known = times.get(product.words, (0, 0.0))
         times[product.words] = (known[0] + count, known[1] + count * us)
         free()
-    best = floor_attention.fastest(floor_attention.shape_of(name, setup), device, clock)
+    shape = floor_attention.shape_of(name, setup)
+    best = floor_attention.fastest(shape, device, clock)
     free()
     rate = copy_rate(device, clock)
     free()
     parts = {"products": sum(us for _, us in times.values()), "attention": best.us}
-    return Least(parts | {part: amount / rate for part, amount in bytes_moved.items()}, times, best, rate)
+    parts |= {part: amount / rate for part, amount in bytes_moved.items()}
+    held_us = 0.0
+    if device.type == "cuda":
+        layer = floor_attention.layer(shape, device, best)
+        held_us = held([(p.call(device), n) for p, n in products.items()], [(layer, shape.layers)], sum(bytes_moved.values()), device)
+        free()
+    return Least(parts, times, best, rate, held_us)
+
+
+def held(products: list[Repeated], attention: list[Repeated], moved: int, device: torch.device) -> float:
+    """Time [us] of everything in a row, at the clocks that the device settles at; `moved` bytes are read or written by copies."""
+    size = COPIED[device.type]
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    whole, rest = divmod(moved // 2, size)
+    part = max(1, rest // 4)
+    parts: list[Repeated] = [*products, *attention, (functools.partial(target.copy_, source), whole)]
+    parts.append((functools.partial(target[:part].copy_, source[:part]), 1))
+
+    taken: list[float] = []
+    end = time.perf_counter() + SETTLED
+    while len(taken) < 4 or time.perf_counter() < end:
+        synchronize(device)
+        start = time.perf_counter()
+        for call, count in parts:
+            for _ in range(count):
+                call()
+        synchronize(device)
+        taken.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(taken[len(taken) // 2 :])
 
 
 def row(name: str, setup: Any, least: Least, middles: dict[str, float], gpu: bool) -> dict[str, Any]:
@@ -196,7 +237,8 @@ def row(name: str, setup: Any, least: Least, middles: dict[str, float], gpu: boo
     if gpu:
         products = {words: {"count": count, "us": round(us, 1)} for words, (count, us) in least.products.items()}
         found |= {"floor_ms": round(least.us / 1e3, 3), "parts_ms": {part: round(us / 1e3, 3) for part, us in least.parts.items()}}
-        found |= {"copy_gbs": round(least.bandwidth / 1e3, 1), "products": products}
+        found |= {"copy_gbs": round(least.bandwidth / 1e3, 1), "products": products, "held_ms": round(least.held_us / 1e3, 3)}
+        found |= {"held_shares": {variant: round(least.held_us / 1e3 / ms, 4) for variant, ms in middles.items()}}
     return found
 
 
@@ -209,5 +251,14 @@ def describe(found: dict[str, Any]) -> str:
     fastest = found["attention"]
     lines = [f"{found['model']} floor:{whole} = {each} (attention by {fastest['fwd']}, backward by {fastest['bwd']}{rate})"]
     lines += [f"  not tried for attention: {who}: {why}" for who, why in fastest["absent"].items()]
-    shares = ", ".join(f"{variant} {share:.3f}" for variant, share in sorted(found["shares"].items(), key=lambda pair: -pair[1]))
-    return "\n".join([*lines, f"  floor over step time: {shares}"])
+    lines.append(f"  floor over step time: {_in_order(found['shares'])}")
+    if "held_ms" in found:
+        lines.append(
+            f"  all parts in a row, at clocks held under load: {found['held_ms']:.1f} ms; over step time: {_in_order(found['held_shares'])}"
+        )
+    return "\n".join(lines)
+
+
+def _in_order(shares: dict[str, float]) -> str:
+    """The largest first."""
+    return ", ".join(f"{variant} {share:.3f}" for variant, share in sorted(shares.items(), key=lambda pair: -pair[1]))

@@ -111,16 +111,29 @@ class _Ready:
         self.fed = torch.randn_like(self.forward())
         self.forced = name.partition(":")[2] if name.startswith("ops_math:") else ""
 
-    def backward(self, out: torch.Tensor) -> Any:
-        """Gradients of q, k, v."""
+    def backward(self, out: torch.Tensor, keep: bool = False) -> Any:
+        """Gradients of q, k, v; `keep` what is needed to do it again."""
         if not self.forced:
-            return torch.autograd.grad(out, self.leaves, self.fed)
+            return torch.autograd.grad(out, self.leaves, self.fed, retain_graph=keep)
         with settings.force(attention=self.forced):
-            return torch.autograd.grad(out, self.leaves, self.fed)
+            return torch.autograd.grad(out, self.leaves, self.fed, retain_graph=keep)
 
     def phase(self, phase: str) -> Timed:
         """What is timed."""
         return Timed(lambda _: self.forward()) if phase == "fwd" else Timed(self.backward, self.forward)
+
+
+def layer(s: Shape, device: torch.device, best: Fastest) -> Callable[[], None]:
+    """One layer's forward and backward, each by who was fastest at it."""
+    posed, _ = ways(s, device)
+    forward, backward = (_Ready(posed[name], name, s, device) for name in (best.fwd, best.bwd))
+    kept = backward.forward()
+
+    def run() -> None:
+        forward.forward()
+        backward.backward(kept, keep=True)
+
+    return run
 
 
 def fastest(s: Shape, device: torch.device, clock: Clock) -> Fastest:

@@ -19,6 +19,7 @@ from ops_math.spec import Device, next_power_of_2
 
 LEAST = 64  # columns; in narrower rows the ends are most of the work
 GROUP = 8  # values; 16 bytes of 16 bits each
+HELD_BLOCK, HELD_ENDS = 4096, 512  # columns: eight and one a thread
 
 
 def widths(num_cols: int) -> tuple[int, int]:
@@ -45,24 +46,41 @@ def off_grid(num_cols: int, near: bool = True) -> bool:
 
 
 def persistent(
-    rows: int, num_cols: int, wishes: Iterable[tuple[int, int, int, bool]], device: Device, warps_a_core: int
+    rows: int, num_cols: int, wishes: Iterable[tuple[int, int, int, int]], device: Device
 ) -> Iterator[tuple[int, int, int, int, int, int]]:
     """Rows and columns of a body, warps, programs, stages and columns of the ends, of each wish that is legal, once.
 
-    A wish is values a tile, values a thread, stages, and whether there is one program for each tile. Else programs are persistent, since
-    each loads the parameters value by value: as many as the registers hold, which is `warps_a_core`.
+    A wish is values a tile, values a thread, stages, and warps a core, or 0 for one program for each tile. Else programs are persistent,
+    since each loads the parameters value by value; they must be as many as the registers hold, since one more waits for all the others.
     """
     lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
-    block_n, ends = widths(num_cols)
+    block_n, least_ends = widths(num_cols)
     seen = set()
-    for tile, values, num_stages, single in wishes:
+    for tile, values, num_stages, warps_a_core in wishes:
         block_m = max(1, min(tile // block_n, 16, next_power_of_2(rows // device.num_cores)))  # few rows are spread over all cores
         num_warps = min(max(block_m * block_n // (values * lanes), 1), most_warps)
         tiles, most = max(num_tiles(rows, block_m), 8), max(device.num_cores * max(warps_a_core // num_warps, 1) // 8 * 8, 8)
-        found = (block_m, block_n, num_warps, tiles if single else min(tiles, most), num_stages, ends)
+        # A row of all threads has one value at least of the ends for each: they meet the body in registers.
+        ends = max(least_ends, num_warps * lanes) if block_m == 1 else least_ends
+        found = (block_m, block_n, num_warps, min(tiles, most) if warps_a_core else tiles, num_stages, ends)
         if found not in seen and block_m * block_n <= 32 * num_warps * lanes and (device.kind != "hip" or num_stages == 1):
             seen.add(found)
             yield found
+
+
+def held(rows: int, num_cols: int, most: int, kept: int, device: Device) -> Iterator[tuple[int, int, int, int, int, int, int]]:
+    """Rows and columns of a block, warps, programs, blocks loaded ahead, columns of the ends (0: rows are not cut) and blocks a row, where
+    one program a core holds sums over rows in registers, of at most `most` blocks; of at most `kept` blocks it keeps the row there as well.
+
+    Rows that are read by eights where they start are not cut.
+    """
+    num_warps = 8 if device.kind == "hip" else 16  # 512 threads, of which each has 128 registers: eight of them are a block's sum
+    ends = 0 if alignment(num_cols) >= GROUP else HELD_ENDS
+    blocks = -(-(num_cols - ends) // HELD_BLOCK)
+    programs = max(min(rows, device.num_cores), 1)
+    if blocks <= most:
+        for ahead in dict.fromkeys((2, 1, blocks) if blocks <= kept else (2, 1)):
+            yield 1, HELD_BLOCK, num_warps, max(programs // 8 * 8, 8) if ends else programs, ahead, ends, blocks
 
 
 def same_cut(num_cols: int, *matrices: torch.Tensor | None) -> bool:
@@ -91,15 +109,81 @@ def rows_of(tile, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def boundary(begin):
+    """The first boundary from an offset on; written so that the compiler sees that it is one."""
+    return (begin + 7) // 8 * 8
+
+
+@triton.jit
 def body_offsets(begin, lanes):
     """Offsets [BLOCK_M, BLOCK_N] of the bodies of rows that begin at `begin` [BLOCK_M], so that the compiler sees the boundaries."""
     return ((begin + 7) // 8 * 8)[:, None] + lanes
 
 
 @triton.jit
+def _added(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _met(body, ends):
+    """Body [1, BODY] and ends [ENDS, 1] of a row added in the registers of its threads, to [MET, 1]."""
+    MET: tl.constexpr = min(body.shape[1] // 8, ends.shape[0])
+    eights = tl.sum(tl.sum(tl.reshape(body, (body.shape[1] // (8 * MET), MET, 8)), 2), 0)
+    if ends.shape[0] > MET:
+        ends = tl.sum(tl.reshape(ends, (ends.shape[0] // MET, MET, 1)), 0)
+    return eights[:, None] + ends
+
+
+@triton.jit
+def top_of_row(body, ends):
+    """The largest values [BLOCK_M] of rows whose parts are `body` [BLOCK_M, BODY] and `ends` [ENDS, BLOCK_M]: see `sum_of_row`."""
+    if body.shape[0] == 1:
+        MET: tl.constexpr = min(body.shape[1] // 8, ends.shape[0])
+        eights = tl.max(tl.max(tl.reshape(body, (body.shape[1] // (8 * MET), MET, 8)), 2), 0)
+        if ends.shape[0] > MET:
+            ends = tl.max(tl.reshape(ends, (ends.shape[0] // MET, MET, 1)), 0)
+        return tl.max(tl.maximum(eights[:, None], ends), 0)
+    return tl.maximum(tl.max(body, 1), tl.max(ends, 0))
+
+
+@triton.jit
+def sum_of_row(body, ends):
+    """The sums [BLOCK_M] of rows whose parts are `body` [BLOCK_M, BODY] and `ends` [ENDS, BLOCK_M].
+
+    The parts of a row that is a whole tile are added before its threads meet: each meeting is three barriers, for which memory waits.
+    """
+    if body.shape[0] == 1:
+        return tl.sum(_met(body, ends), 0)
+    return tl.sum(body, 1) + tl.sum(ends, 0)
+
+
+@triton.jit
+def sums_of_row(body, ends, other_body, other_ends):
+    """The sums [BLOCK_M] of one quantity and of another, in one meeting of threads: see `sum_of_row`."""
+    if body.shape[0] == 1:
+        return tl.reduce((_met(body, ends), _met(other_body, other_ends)), 0, _added)
+    return tl.sum(body, 1) + tl.sum(ends, 0), tl.sum(other_body, 1) + tl.sum(other_ends, 0)
+
+
+@triton.jit
 def load_part(ptr, offsets, mask):
     """Values in fp32, zero where masked."""
     return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def shifted(ptr, room_ptr, head, whole, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr):
+    """Where this program finds parameters of the body from a boundary on: its own part of `room_ptr`, into which they are copied once.
+
+    Read where they are they would come value by value for each row, and take the registers that wide rows need for sums.
+    """
+    mine_ptr = room_ptr + tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK_N)
+    for i in tl.range(0, BLOCKS, num_stages=1):
+        lanes = i * BLOCK_N + tl.arange(0, BLOCK_N)
+        tl.store(mine_ptr + lanes, tl.load(ptr + head + lanes, mask=lanes < whole, other=0.0))
+    tl.debug_barrier()  # whichever thread reads them, they are there
+    return mine_ptr
 
 
 @triton.jit

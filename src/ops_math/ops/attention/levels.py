@@ -17,7 +17,7 @@ HEAD_MASK = "a mask is drawn by the number of the head on its own rank"
 def offers(p: AttentionProblem, implementation: str, config: Any, phase: str) -> Offer:
     """PyTorch's own repeat forward and on a CPU. In ours a sequence and a head see only themselves, but for the mask's numbers."""
     if implementation == "vendor":
-        return Offer(1, TOGETHER) if phase == "fwd" or config == "flash_cpu" else Offer(0, ATOMICS)
+        return Offer(1, TOGETHER) if phase == "fwd" or config in ("flash_cpu", "flash_cpu_wide") else Offer(0, ATOMICS)
     if implementation == "eager" and config != "apart":
         return Offer(1, TOGETHER)
     if p.dropout_p:

@@ -268,7 +268,8 @@ def attention(
         A row that sees no key gives 0 and -inf, and no gradient.
 
     Precision: products of operands in the storage dtype (probabilities and their gradients are rounded to it) with fp32 sums; softmax
-        in fp32. fp32 products multiply as `ops_math.precision` says; fp64 is eager's. Autocast casts q, k, v.
+        in fp32. fp32 products multiply as `ops_math.precision` says; fp64 is eager's. Autocast casts q, k, v. On a CPU lse of 16-bit
+        scores may be off by 2e-5, since PyTorch's kernel takes a fast exponential there.
     Determinism: our kernels level 3 (with dropout 2, of packed documents 1); of PyTorch's 1, and their GPU backward 0.
     Raises: ArgumentError for shapes, dtypes, devices or options that do not fit; UnsupportedError for a mask that requires a gradient.
     Source: Dao, FlashAttention-2, 2023; sliding window as in Beltagy et al., Longformer, 2020; backward derived in DESIGN.md.

@@ -206,7 +206,9 @@ CASES = (
     "rng": d.rng(6)}, small=False),
     _case("dropout, window, soft cap", (1, 70, 1, 16), (1, 133, 1, 16), lambda d: {"window": (20, 9), "softcap": 4.0, "dropout_p": 0.3,
     "rng": d.rng(-7).child(3)}),
-    _case("log-sum-exp", (1, 40, 2, 16), (1, 40, 2, 16), lambda d: {**_CAUSAL, "return_lse": True}),
+    _case("log-sum-exp", (1, 40, 2, 16), (1, 40, 2, 16), lambda d: {**_CAUSAL, "return_lse": True},
+    looser=(("max", 30.0), ("l2", 40.0), ("gain", 16.0), ("rows", 16.0)), looser_for=("vendor",),
+    reason="PyTorch's forward in 16 bits takes a fast exponential on a CPU: its lse is off by 1.3e-5 (torch 2.13)"),
     _case("no query", (1, 0, 2, 16), (1, 9, 2, 16)),
     _case("no key", (2, 9, 2, 16), (2, 0, 2, 16)),
     # frozen: the gradients of q and k are zero but for rounding, which no budget relative to them can hold

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ops_math as om
+from ops_math import backends
 from ops_math.ops.attention import eager, reference, vendor
 from ops_math.ops.attention.problem import Rule, pairs, problem_of
 
@@ -248,3 +249,35 @@ def test_the_cost_model_counts_visible_pairs_exactly(queries, keys, corner, wind
         seen &= (torch.arange(keys) >= at - window[0]) if window[0] >= 0 else True
         seen &= (torch.arange(keys) <= at + window[1]) if window[1] >= 0 else True
     assert pairs(p) == 2 * int(seen.sum())
+
+
+@pytest.mark.parametrize(("tokens", "described"), [(132_104, True), (132_105, False)])
+def test_heads_one_behind_the_other_come_through_descriptors_while_32_bits_count_their_elements(tokens, described):
+    pytest.importorskip("triton", reason="missing capability: Triton")
+    from ops_math.ops.attention import triton_gpu
+
+    q = torch.empty(1, 128, tokens, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    p = problem_of(q, q, None, None, None, Rule(1.0, True, -1, 0, 0.0, 0, 0, 0.0))
+    views = triton_gpu._views(p, True, 64, q, q)
+    assert [v is not None and max(v.shape) < 2**31 for v in views] == [described] * 2
+    assert [v is None for v in views] == [not described] * 2
+
+
+@pytest.mark.parametrize("ends", [None, (0, 300, 512)], ids=["one document", "two documents"])
+def test_in_16_bits_the_cpu_kernels_backward_adds_up_in_fp32(ends):
+    made = [draw(*((1, 512) if ends is None else (512,)), heads, 16, seed=n).bfloat16() for n, heads in enumerate((2, 1, 1, 2))]
+    q, k, v, dout = made
+    cu = None if ends is None else torch.tensor(ends)
+    p = problem_of(q, k, None, None, cu, Rule(0.25, False, -1, 0, 0.0, 0 if cu is None else 300, 0 if cu is None else 300, 0.0))
+    device = backends.device_of(q.device)
+    assert vendor.configs(p, device, "fwd") == ("flash_cpu",)
+    assert vendor.configs(p, device, "bwd") == ("flash_cpu_wide",)
+    assert vendor.against("flash_cpu", p, device, "bwd") == "adds up the gradients of keys and values in 16 bits"
+    masks = (None, None, cu, cu, None)
+    out, lse = vendor.launch_fwd(p, "flash_cpu", q, k, v, *masks)
+    exact = eager.launch_bwd(p._replace(dtype="fp64"), None, *(t.double() for t in (dout, q, k, v, out, lse)), *masks)
+    found = {config: vendor.launch_bwd(p, config, dout, q, k, v, out, lse, *masks) for config in ("flash_cpu", "flash_cpu_wide")}
+    error = {config: [(g.double() - e).norm() / e.norm() for g, e in zip(grads, exact, strict=True)] for config, grads in found.items()}
+    assert [g.dtype for g in found["flash_cpu_wide"]] == [torch.bfloat16] * 3
+    assert max(error["flash_cpu_wide"]) < 0.003  # one rounding to bf16 is 0.0017
+    assert error["flash_cpu"][2] > 1.5 * error["flash_cpu_wide"][2]

@@ -230,18 +230,14 @@ def _num_tiles(p: AttentionProblem, length: int, block: int) -> int:
 def _views(p: AttentionProblem, wanted: bool, rows: int, *streams: torch.Tensor) -> tuple[TensorDescriptor | None, ...]:
     """Descriptors of the tensors that stream by, [rows, heads x D] as they lie, or None for each where one has no such shape.
 
-    That needs a batch that follows its neighbour, 16-byte steps, and a head as wide as its tile. Kernels with masks take none.
+    That needs a batch that follows its neighbour, 16-byte steps, places in 32 bits and a head as wide as its tile. Kernels with masks take
+    none.
     """
     if _masked(p):
         return ()
     if not (wanted and _block_d(p) == p.head_dim and all(_describable(x) for x in streams)):
         return (None,) * len(streams)
-    made = []
-    for x in streams:
-        length = x.shape[-3] * (x.shape[0] if x.dim() == 4 else 1)
-        width = (x.shape[-2] - 1) * x.stride(-2) + p.head_dim
-        made.append(TensorDescriptor(x, [length, width], [x.stride(-3), 1], [rows, p.head_dim]))
-    return tuple(made)
+    return tuple(TensorDescriptor(x, list(_spans(x)), [x.stride(-3), 1], [rows, p.head_dim]) for x in streams)
 
 
 def _vectors(p: AttentionProblem, t: Tile, *vectors: torch.Tensor) -> tuple[TensorDescriptor | None, ...]:
@@ -251,9 +247,16 @@ def _vectors(p: AttentionProblem, t: Tile, *vectors: torch.Tensor) -> tuple[Tens
     return tuple(TensorDescriptor(x.view(-1), [x.numel()], [1], [t.block_m]) for x in vectors)
 
 
+def _spans(x: torch.Tensor) -> tuple[int, int]:
+    """Rows of all sequences, and elements from the first one of a row's first head to the last one of its last head."""
+    return x.shape[-3] * (x.shape[0] if x.dim() == 4 else 1), (x.shape[-2] - 1) * x.stride(-2) + x.shape[-1]
+
+
 def _describable(x: torch.Tensor) -> bool:
+    """Heads that lie one behind the other are a span of the whole tensor: 128 of width 128 leave 32 bits at 132,105 tokens."""
     follows = x.dim() == 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
-    return follows and x.numel() > 0 and x.data_ptr() % 16 == 0 and x.stride(-3) * x.element_size() % 16 == 0
+    counted = max(_spans(x)) < 2**31
+    return follows and counted and x.numel() > 0 and x.data_ptr() % 16 == 0 and x.stride(-3) * x.element_size() % 16 == 0
 
 
 def _features(p: AttentionProblem, views: tuple[object, ...], length: int, block: int) -> dict[str, object]:

@@ -158,8 +158,11 @@ def _bwd_dkdv_kernel(
     # All heads that share these keys, one after the other: the sum needs no atomics.
     whole = q_len // BLOCK_M * BLOCK_M if REST else high
     count = tl.maximum(tl.cdiv(tl.minimum(high, whole) - low, BLOCK_M), 0)
+    # Never divided by zero, not even where no step is taken: the loads of the first step are started ahead of the loop if there is a step,
+    # and a division by the number of steps tells the compiler that there is one. They would then land in memory that is others' by now.
+    divisor = tl.maximum(count, 1)
     for step in range(group * count):
-        member = step // count
+        member = step // divisor
         dk, dv = _dkdv_step(
             low + (step - member * count) * BLOCK_M, kv_head * group + member, k, v, dk, dv, keys, shift, q_view, dout_view, offset_view,
             delta_view, q_row, dout_row, offset_ptr, delta_ptr, first_row + tl.cast(member, tl.int64) * tokens, view_row, q_stride_s,
@@ -170,8 +173,9 @@ def _bwd_dkdv_kernel(
     if REST:
         start = tl.maximum(low, whole)
         count = tl.maximum(tl.cdiv(high - start, REST), 0)
+        divisor = tl.maximum(count, 1)
         for step in tl.range(0, group * count, num_stages=1):
-            member = step // count
+            member = step // divisor
             dk, dv = _dkdv_step(
                 start + (step - member * count) * REST, kv_head * group + member, k, v, dk, dv, keys, shift, q_view, dout_view, offset_view,
                 delta_view, q_row, dout_row, offset_ptr, delta_ptr, first_row + tl.cast(member, tl.int64) * tokens, view_row, q_stride_s,

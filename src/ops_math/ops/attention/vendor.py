@@ -18,12 +18,13 @@ from ops_math.ops.attention.problem import AttentionProblem, cost, gradients
 from ops_math.spec import Device
 
 KINDS = ("cpu", "cuda", "hip")
-CPU, GPU = ("flash_cpu",), ("cudnn", "flash", "efficient")
+CPU, GPU = ("flash_cpu", "flash_cpu_wide"), ("cudnn", "flash", "efficient")
 ATEN = {
     "cudnn": "_scaled_dot_product_cudnn_attention",
     "flash": "_scaled_dot_product_flash_attention",
     "efficient": "_scaled_dot_product_efficient_attention",
     "flash_cpu": "_scaled_dot_product_flash_attention_for_cpu",
+    "flash_cpu_wide": "_scaled_dot_product_flash_attention_for_cpu",  # the backward of 16-bit tensors, on copies of them in fp32
 }
 ALIGNMENT = 16  # bytes
 LSE_ALIGNMENT = 32  # the memory-efficient kernel pads rows of lse to this
@@ -54,7 +55,7 @@ def against(name: str, p: AttentionProblem, device: Device, phase: str) -> str |
         return f"this PyTorch has no {function} kernel for {device.kind}"
     if p.empty:
         return "does not take empty tensors"
-    if p.documents >= 0 and name != "flash_cpu":
+    if p.documents >= 0 and name not in CPU:
         return "is not called on packed documents"
     if p.dropout_p:
         return "draws dropout masks of its own"
@@ -63,8 +64,8 @@ def against(name: str, p: AttentionProblem, device: Device, phase: str) -> str |
     causal = p.right == 0 and p.left < 0
     if not causal and (p.left >= 0 or p.right >= 0):
         return "has no sliding window"
-    if name == "flash_cpu":
-        return _against_cpu(p, causal, phase)
+    if name in CPU:
+        return _against_cpu(name, p, causal, phase)
     if p.mask or p.key_padding:
         return "is not called with masks: rows without a key come out as NaN"
     if p.dtype not in ("fp16", "bf16"):
@@ -82,9 +83,12 @@ def against(name: str, p: AttentionProblem, device: Device, phase: str) -> str |
     return None
 
 
-def _against_cpu(p: AttentionProblem, causal: bool, phase: str) -> str | None:
-    if phase == "bwd" and p.dtype in ("fp16", "bf16"):  # measured: twice eager's error in dk and dv (torch 2.13)
+def _against_cpu(name: str, p: AttentionProblem, causal: bool, phase: str) -> str | None:
+    narrow = phase == "bwd" and p.dtype in ("fp16", "bf16")
+    if narrow and name == "flash_cpu":  # measured: twice eager's error in dk and dv (torch 2.13)
         return "adds up the gradients of keys and values in 16 bits"
+    if not narrow and name == "flash_cpu_wide":
+        return "widens 16-bit tensors in the backward, where sums need it"
     if p.mask or p.key_padding:
         return "is not called with masks"
     if causal and p.bottom_right and p.q_len != p.k_len and p.documents < 0:
@@ -114,7 +118,7 @@ def _cpu_groups() -> bool:
 def predict_us(p: AttentionProblem, device: Device, phase: str) -> float:
     """From rates measured on an H200, in proportion to the device's products; packing the gradient is three more passes."""
     name, flops = configs(p, device, phase)[0], cost(p, phase).total_flops
-    if name == "flash_cpu":
+    if name in CPU:
         return flops / (device.product_tflops * 0.5e6) + device.launch_us  # not by document: eager makes more calls for each
     wide, narrow = RATES[name]
     rate = (wide if p.head_dim > 64 else narrow)[phase == "bwd"] * device.product_tflops / 770.0
@@ -130,7 +134,7 @@ def launch_fwd(
         return vendor_documents.launch_fwd(p, q, k, v, *masks[2:4])
     function, causal = features.aten(ATEN[config]), p.right == 0
     inputs = heads_first(q, k, v)
-    if config == "flash_cpu":
+    if config in CPU:
         out, lse = function(*inputs, 0.0, causal, scale=p.scale)
     elif config == "flash":
         out, lse = function(*inputs, 0.0, causal, False, scale=p.scale)[:2]
@@ -154,11 +158,13 @@ def launch_bwd(
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv, or the gradient of one projection."""
     if p.documents >= 0:
-        return vendor_documents.launch_bwd(p, dout, q, k, v, out, lse, *masks[2:4])
+        return vendor_documents.launch_bwd(p, config == "flash_cpu_wide", dout, q, k, v, out, lse, *masks[2:4])
     function, causal = features.aten(ATEN[config] + "_backward"), p.right == 0
     head = heads_first(dout, q, k, v)
     o = out.transpose(1, 2)
-    if config == "flash_cpu":
+    if config == "flash_cpu_wide":
+        grads = function(*(t.float() for t in (*head, o)), lse, 0.0, causal, scale=p.scale)
+    elif config == "flash_cpu":
         grads = function(*head, o, lse, 0.0, causal, scale=p.scale)
     elif config == "efficient":
         seed = _philox(q)
@@ -179,7 +185,7 @@ def collected(p: AttentionProblem, grads: Any, q: torch.Tensor, k: torch.Tensor,
     if not p.packed_qkv:
         needed = (p.need_dq, p.need_dk, p.need_dv)
         why = "attention's gradient", "PyTorch's kernel wrote it heads first"
-        return tuple(dense(g, *why) if need and g is not None else q.new_empty(0) for g, need in zip(back, needed, strict=True))
+        return tuple(dense(g.to(q.dtype), *why) if need and g is not None else q.new_empty(0) for g, need in zip(back, needed, strict=True))
     results, views = gradients(p, q, k, v)
     for view, g in zip(views, back, strict=True):
         view.copy_(g)

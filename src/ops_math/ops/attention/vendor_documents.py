@@ -62,10 +62,10 @@ def launch_fwd(
 
 
 def launch_bwd(
-    p: AttentionProblem, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    cu_q: torch.Tensor, cu_k: torch.Tensor,
+    p: AttentionProblem, widened: bool, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """dq, dk, dv, or the gradient of one projection. Keys that no query sees get zeros."""
+    """dq, dk, dv, or the gradient of one projection, worked out in fp32 where `widened`. Keys that no query sees get zeros."""
     flash, causal = features.aten(NAME + "_backward"), p.right == 0
     results, views = gradients(p, q, k, v)
     needed = (p.need_dq, p.need_dk, p.need_dv)
@@ -81,7 +81,8 @@ def launch_bwd(
             wide = (t.unsqueeze(0) for t in (*inputs, lse[:, queries]))
             found = [g[0] for g in eager.launch_bwd(one, None, *wide, *NO_MASKS)]
         else:
-            grads = flash(*_heads_first(*inputs), lse[:, queries].unsqueeze(0), 0.0, causal, scale=p.scale)
+            heads = _heads_first(*(t.float() for t in inputs)) if widened else _heads_first(*inputs)
+            grads = flash(*heads, lse[:, queries].unsqueeze(0), 0.0, causal, scale=p.scale)
             found = [g[0].transpose(0, 1) for g in grads]
         for view, need, grad, where in zip(views, needed, found, (queries, keys, keys), strict=True):
             if need and grad is not None:

@@ -345,3 +345,18 @@ def test_what_is_saved_of_an_ignored_row_is_the_same_whoever_saves_it(implementa
     factors = launcher(p, None, logits, target, None, None)[1]
     assert factors[1::2].tolist() == [[math.inf, 0.0, 0.0]] * 2
     assert torch.isfinite(factors[::2]).all()
+
+
+@pytest.mark.parametrize("off", [0, 1, 3])
+def test_logits_in_memory_of_another_library_start_anywhere(off, monkeypatch):
+    pytest.importorskip("triton", reason="missing capability: Triton")
+    from ops_math.ops.cross_entropy import triton_gpu_unaligned as unaligned
+
+    seen = []
+    monkeypatch.setattr(unaligned, "launch", lambda kernel, grid, *args, **constants: seen.append(args))
+    logits = torch.from_dlpack(torch.randn(3 * 5001 + 8)[off : off + 3 * 5001].view(3, 5001))
+    assert (logits.storage_offset(), logits.data_ptr() % 16) == (0, 4 * off)
+    unaligned.launch_rows(5001, logits, torch.zeros(3, dtype=torch.int64), (logits,) * 5, (), {}, 2048, 4)
+    ((base, *_, num_cols, first, stride),) = seen
+    assert base.data_ptr() % 16 == 0
+    assert torch.equal(base.as_strided((3, num_cols), (stride, 1), base.storage_offset() + first), logits)

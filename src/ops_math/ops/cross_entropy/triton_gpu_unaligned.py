@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ops_math.backends.launch import launch
+from ops_math.layout import copied
 from ops_math.ops._tiles.class_target import read_target, reference_of, row_results, taken_in
 from ops_math.ops._tiles.log_sum_exp import lane_finish, soft_capped, tanh
 
@@ -161,6 +162,8 @@ def launch_rows(
     """Row losses, factors and divisors of a matrix of logits; `tensors` are class weights, their sum, and the three results."""
     size = logits.element_size()
     first = logits.data_ptr() % 16 // size
+    if first > logits.storage_offset():  # memory of another library, which may start anywhere
+        logits, first = copied(logits.clone(), "logits", "their memory starts off the 16-byte grid"), 0
     base = logits.as_strided((1,), (1,), logits.storage_offset() - first)  # a view that starts on a boundary, as its storage does
     launch(
         _fwd_kernel, (logits.shape[0],), base, target, *tensors, num_cols, first, logits.stride(0), *scalars, **flags,

@@ -30,7 +30,7 @@ class FigureTable:
     places, their count, the sign of zero and what NaN carries, not of shape, strides and dtype. The sketch estimates distances: the squared
     distance of two sketches has the squared distance of the tensors as its mean (Charikar, Chen and Farach-Colton, 2002).
 
-    On a CPU a tensor is read from memory once, in chunks of half a MiB; on a GPU by one kernel a tensor, or one for all that are added
+    On a CPU a tensor is read from memory once, a MiB at a time; on a GPU by one kernel a tensor, or one for all that are added
     together. A device without Triton has its tensors copied to the CPU, which waits for it: `copied_from` names its kind.
 
     Precision: sums of float32 and narrower in float32 within a chunk (a GPU: squares in float64) and float64 across, of others in float64.
@@ -58,9 +58,14 @@ class FigureTable:
         Returns:
             The number of its row.
         """
-        return self.add_all([tensor], sketch)[0]
+        with self._lock:
+            flat = _flat(tensor)
+            part = self._part(flat.device)
+            self._order.append((part, part.count))
+            self._bytes.append(flat.nbytes)
+            part.add([flat if flat.device == part.device else flat.to(part.device)], sketch)
+            return len(self._order) - 1
 
-    @torch.no_grad()
     def add_all(self, tensors: list[Tensor], sketch: bool = True) -> list[int]:
         """Take the figures of several tensors, on a GPU with one kernel for those of one kind; numbers of rows as from `add`."""
         with self._lock:
@@ -93,16 +98,11 @@ class FigureTable:
     def _part(self, device: torch.device) -> Any:
         kept = self._parts.get(device)
         if kept is None:
-            if device.type == "cuda" and has_triton():
-                from ops_math.ops.figures import triton_gpu
-
-                kept = triton_gpu.Rows(device)
-            elif device.type == "cpu":
-                kept = eager.Rows()
-            else:
+            if device.type != "cpu" and not (device.type == "cuda" and has_triton()):
                 self.copied_from.add(device.type)
                 return self._part(eager.CPU)
-            self._parts[device] = kept
+            with torch.inference_mode(False):  # what is made in it could not be written to outside
+                kept = self._parts[device] = _rows(device)
         return kept
 
 
@@ -112,12 +112,21 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def _rows(device: torch.device) -> Any:
+    if device.type == "cpu":
+        return eager.Rows()
+    from ops_math.ops.figures import triton_gpu
+
+    return triton_gpu.Rows(device)
+
+
 def _flat(tensor: Tensor) -> Tensor:
-    """A contiguous view [N] of a tensor's elements, or a copy where there is none."""
+    """A contiguous view [N] of a tensor's elements, or a copy where there is none; without its graph, so that nothing here is recorded."""
     checks.tensor("FigureTable.add", "tensor", tensor)
     if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type == "meta" or tensor.is_quantized:
         got = f"a {tensor.layout} tensor on {tensor.device}"
         checks.fail("FigureTable.add", "tensor", "a strided tensor with values", got, "Pass tensor.to_dense(), or its parts.")
+    tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.is_neg():

@@ -45,7 +45,9 @@ def test_the_fingerprint_is_its_definition_in_every_dtype(dtype, count):
     assert mark(drawn(count, dtype)) == defined(drawn(count, dtype))
 
 
-@pytest.mark.parametrize("count", [2 * WIDTHS[1], 2 * WIDTHS[0], SLAB - 1, SLAB, SLAB + 1, CHUNK - 1, CHUNK, 2 * CHUNK + SLAB + 3])
+@pytest.mark.parametrize(
+    "count", [2 * WIDTHS[1], 2 * WIDTHS[0], SLAB - 1, SLAB, SLAB + 1, CHUNK - 1, CHUNK, 2 * CHUNK, 3 * CHUNK + SLAB + 3]
+)
 def test_the_fingerprint_is_its_definition_at_every_border(count):
     assert mark(drawn(count)) == defined(drawn(count))
 
@@ -161,6 +163,80 @@ def test_a_table_that_is_filled_twice_has_the_same_bits():
     assert torch.equal(one, two)
     assert torch.equal(tables[0].fetch().view(torch.int64), one), "a fetch leaves the table as it is"
     assert torch.equal(one[:4], one[4:8])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("size", [4 * eager.ROOMS[0], 4 * eager.ROOMS[1], eager.SMALL_BYTES, SLAB_BYTES, CHUNK_BYTES, eager.SPAN_BYTES])
+def test_every_figure_is_right_on_both_sides_of_where_tensors_go_another_way(dtype, size):
+    for count in (size // dtype.itemsize + n for n in (-1, 0, 1)):
+        x = drawn(count, dtype)
+        found, expected = row(x), plain.sizes(x)
+        assert found[0].item() == pytest.approx(expected[0].item(), rel=1e-5)
+        assert torch.equal(found[1:4], expected[1:])
+        assert torch.equal(found[SAMPLES_AT:HASH_AT], plain.samples(x))
+        signs = torch.zeros(64, dtype=torch.float64)
+        for place in (0, count // 2, count - 1):
+            one = torch.zeros(count, dtype=dtype)
+            one[place] = x[place]
+            signs += row(one)[SKETCH_AT:SAMPLES_AT]
+            x[place] = 0
+        assert (found - row(x))[SKETCH_AT:SAMPLES_AT].sub(signs).abs().max().item() <= 3e-7 * found[0].sqrt().item()
+
+
+def test_a_small_tensor_has_the_same_figures_whoever_waits_with_it():
+    tensors = [drawn(n, d) for n, d in ((5, torch.float32), (256, torch.float32), (257, torch.float32), (2048, torch.float32))]
+    tensors += [drawn(n, torch.bfloat16) for n in (1, 256, 4096)] + [drawn(1024, torch.float64), drawn(900, torch.int64)]
+    broken = drawn(300)
+    broken[7], broken[8] = math.nan, -math.inf
+    alone = torch.stack([row(t) for t in [*tensors, broken]])
+    for turn in range(3):
+        table = om.FigureTable()
+        table.add_all([*tensors[turn:], *tensors[:turn]] * (3 * eager.KEPT // 9) + [broken])
+        assert torch.equal(table.fetch()[: len(tensors)].roll(turn, 0).view(torch.int64), alone[:-1].view(torch.int64))
+        assert torch.equal(table.fetch()[-1].view(torch.int64), alone[-1].view(torch.int64))
+
+
+def test_a_tensor_may_be_written_to_once_it_was_added():
+    for count in (3, 300, 3000, SLAB, 2 * CHUNK):
+        x = drawn(count)
+        expected = row(x)
+        table = om.FigureTable()
+        table.add(x)
+        x.fill_(7.0)
+        assert torch.equal(table.fetch()[0].view(torch.int64), expected.view(torch.int64))
+
+
+@pytest.mark.parametrize("count", [300, SLAB + 5, 2 * CHUNK])
+def test_autocast_changes_no_bit_of_a_figure(count):
+    x = drawn(count)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = row(x)
+    assert torch.equal(found.view(torch.int64), row(x).view(torch.int64))
+
+
+@pytest.mark.parametrize("count", [300, SLAB + 5, 2 * CHUNK])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
+def test_a_table_that_is_begun_in_inference_mode_goes_on_outside(count, dtype):
+    table = om.FigureTable()
+    with torch.inference_mode():
+        table.add(drawn(count, dtype))
+    table.add(drawn(count, dtype))
+    with torch.inference_mode():
+        table.add(drawn(count, dtype))
+    one, two, three = table.fetch().view(torch.int64)
+    assert torch.equal(one, two)
+    assert torch.equal(one, three)
+
+
+def test_nothing_that_is_added_is_recorded_for_a_backward():
+    x = drawn(3 * SLAB).requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        table = om.FigureTable()
+        table.add_all([x, x[:50], x[::2]])
+        table.add(x * 1.0)
+    assert not saved
+    assert not table.fetch().requires_grad
 
 
 @pytest.mark.parametrize("dtype", [*FLOATING, *WHOLE, torch.complex64], ids=str)

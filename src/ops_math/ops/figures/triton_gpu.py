@@ -295,6 +295,10 @@ class Rows:
         """Take contiguous tensors [N] on the current stream; they may be written to afterwards."""
         with _guard(self.device):
             flat = [t if t.data_ptr() % 8 == 0 else t.clone() for t in tensors]
+            if len(flat) == 1 and flat[0].dtype in KINDS:  # as hooks give them, one by one
+                [part] = self._launch(flat, KINDS[flat[0].dtype], sketch)
+                self.ranges.append(_Range(*part, *part))
+                return
             groups: dict[int, list[int]] = {}
             for number, t in enumerate(flat):
                 groups.setdefault(KINDS.get(t.dtype, 0), []).append(number)
@@ -312,7 +316,7 @@ class Rows:
         total = sum(counts)
         first, hashes, floats = self._room(total)
         size = tensors[0].element_size()
-        constants: dict[str, Any] = {
+        constants = {
             "KIND": kind,
             "PIECES": 8 // size if kind else 1,
             "SKETCHED": sketch,

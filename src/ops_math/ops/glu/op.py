@@ -59,7 +59,7 @@ OP = define(
     fake_bwd=_fake_bwd,
     problem_fwd=_problem_fwd,
     problem_bwd=_problem_bwd,
-    implementations=("triton_gpu", "eager", "vendor"),
+    implementations=("triton_gpu", "eager", "vendor", "inductor"),
 )
 
 

@@ -17,16 +17,18 @@ from ops_math.backends.launch import launch
 from ops_math.layout import alignment, as_rows
 from ops_math.ops._tiles.activation import activate, activate_with_slope
 from ops_math.ops._tiles.walk import GROUP, multiple_of, num_tiles, tail, tail_of_pairs, whole_groups
+from ops_math.ops.glu import triton_gpu_halves as halves
 from ops_math.ops.glu.problem import GluProblem
 from ops_math.ops.glu.triton_gpu_gelu import launch_activation
 from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, few_warps, next_power_of_2
 
 
 class Config(NamedTuple):
-    """Values a tile, warps."""
+    """Values a tile, warps, and whether halves of an odd width are handled by fours (`triton_gpu_halves`)."""
 
     block: int
     num_warps: int
+    by_fours: bool = False
 
 
 def supports(p: GluProblem, device: Device, phase: str) -> str | None:
@@ -39,7 +41,8 @@ def configs(p: GluProblem, device: Device, phase: str) -> tuple[Config, ...]:
     wave = 64 if device.kind == "hip" else 32
     vector = 16 // max(ITEM_SIZE[p.gate], ITEM_SIZE[p.out])
     wishes = dict.fromkeys(((few_warps(p.rows * p.cols, wave * vector, device.num_cores), 1), (4, 1), (8, 1), (4, 2), (2, 2), (8, 2)))
-    return tuple(Config(wave * warps * vector * each, warps) for warps, each in wishes)
+    found = tuple(Config(wave * warps * vector * each, warps) for warps, each in wishes)
+    return (*found, *(c._replace(by_fours=True) for c in found)) if halves.suits(p) else found
 
 
 @triton.jit
@@ -245,6 +248,8 @@ def launch_fwd(p: GluProblem, config: Config, gate: torch.Tensor, up: torch.Tens
             _fwd_pairs_kernel, walk.grid, packed, y, walk.num_rows, walk.num_cols, *walk.strides,
             ACTIVATION=p.activation, **walk.tile, num_warps=config.num_warps,
         )  # fmt: skip
+    elif config.by_fours and halves.lies_right(gate):
+        halves.launch_fwd(p, config, gate, y)
     else:
         _launch_fwd(p, config, *_halves(p, gate, up), y.view(p.rows, p.cols))
     if p.keep:
@@ -272,6 +277,9 @@ def launch_bwd(
     y_rows = y.view(p.rows, p.cols) if p.need_y else dy_rows
     if p.packing == "interleaved":
         _launch_bwd_pairs(p, config, dy_rows, as_rows(gate), dgate, y_rows)
+        return dgate, dup, y
+    if config.by_fours and halves.lies_right(dy, gate):
+        halves.launch_bwd(p, config, dy, gate, dgate)
         return dgate, dup, y
     gate_rows, up_rows = _halves(p, gate, up)
     if not p.need_dgate:  # dup = activation(gate) dy has the form of the forward

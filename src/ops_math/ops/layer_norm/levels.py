@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ops_math.schedule.levels import A_ROW, VENDOR, Cut, Levels
-from ops_math.spec import Offer
-
-PLACE = "where a row starts between two 16-byte boundaries decides the order of its sums"
-
-
-def offers(p: Any, implementation: str, config: Any, phase: str) -> Offer:
-    """Rows that are cut at the 16-byte grid are summed by their place among eight, which follows how a batch is cut."""
-    if implementation == "vendor":
-        return Offer(1, VENDOR)
-    return Offer(1, PLACE) if implementation == "triton_gpu" and config.ends else Offer(3)
-
+from ops_math.schedule.levels import A_ROW, Cut, Levels, by_place
 
 LEVELS = Levels(
-    offers,
+    by_place,
     "2: the backward runs token block by token block; on a CPU a call a row",
     {"fwd": Cut("mm...s", "mmvvm"), "bwd": Cut("mmmmwvvs", "mm+++", ("weight", "bias", "x_bias"))},
     A_ROW,

@@ -16,24 +16,34 @@ import triton.language as tl
 from ops_math.backends.launch import launch
 from ops_math.dispatch import absent
 from ops_math.layout import alignment, as_rows
-from ops_math.ops._tiles.ends import off_grid, persistent, same_cut, widths
+from ops_math.ops._tiles.ends import held, off_grid, persistent, same_cut, widths
 from ops_math.ops._tiles.philox import keep_tile
 from ops_math.ops._tiles.rows import layer_norm_gradient, merged_moments, moments
 from ops_math.ops._tiles.walk import multiple_of
+from ops_math.ops.layer_norm import triton_gpu_columns as columns
 from ops_math.ops.layer_norm import triton_gpu_ends as cut
+from ops_math.ops.layer_norm import triton_gpu_held
 from ops_math.ops.layer_norm.problem import LayerNormProblem, total_dtype
 from ops_math.rng import honoured, threshold
-from ops_math.spec import DTYPE_OF, Device, cdiv, next_power_of_2
+from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, next_power_of_2
 
 WIDEST = {"fwd": 16384, "bwd": 8192}  # columns held in registers; the backward holds two to three sums a column besides the row
 WIDE_BLOCK = 4096
+MOST_BLOCKS = 4  # of 4,096 columns in 16 bits, whose sums one program holds in registers, and the row in its L1 cache
+KEPT_BLOCKS = 3  # where it has the row in registers too
 COLUMNS_M, COLUMNS_N = 16, 256  # tile of the sums over rows of wide problems
 SUM_M, SUM_N = 128, 32  # tile of the sum of partials
-WIDE_PASSES = {"fwd": 1.6, "bwd": 5.6}  # H200, bf16, 28,672 columns: 0.63 and 0.18 of a copy, where PyTorch's own reach 0.53 and 0.38
+WIDE_PASSES = {"fwd": 1.6, "bwd": 1.8}  # H200, bf16, 28,672 columns: 0.63 and 0.56 of a copy, where PyTorch's own reach 0.53 and 0.37
+GENERAL_PASSES = 5.6  # of the wide backward with dropout, a bias of x or a narrow copy: 0.18
 
 
 class Config(NamedTuple):
-    """Rows a tile, columns a tile, warps, programs, rows loaded ahead (1: none), columns at the ends of a row (0: rows are not cut)."""
+    """Rows a tile, columns a tile, warps, programs, rows loaded ahead (1: none), columns at the ends of a row (0: rows are not cut).
+
+    Where `blocks` is not 0, the backward of a wide row holds the sums of so many blocks in registers, and loads blocks ahead (all: they are
+    kept for the second walk); where `by_columns`, tiles are of the kernel that makes gradients of rows and sums of columns at once, from
+    the rows' means. `late` programs of cut rows copy the parameters to where they are on the grid, and read them for each row.
+    """
 
     block_m: int
     block_n: int
@@ -41,6 +51,9 @@ class Config(NamedTuple):
     num_programs: int
     num_stages: int
     ends: int = 0
+    blocks: int = 0
+    by_columns: bool = False
+    late: bool = False
 
 
 def supports(p: LayerNormProblem, device: Device, phase: str) -> str | None:
@@ -63,39 +76,61 @@ def _is_cut(p: LayerNormProblem, phase: str) -> bool:
 
 def passes(p: LayerNormProblem, phase: str) -> float:
     """Memory traffic over the least possible."""
+    if phase == "bwd" and _is_wide(p, phase) and not _plain_bwd(p, phase):
+        return GENERAL_PASSES
     return WIDE_PASSES[phase] if _is_wide(p, phase) and not _is_cut(p, phase) else 1.0
 
 
 def configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
     """The legal configurations, best guess first."""
-    return (*(_cut_configs(p, device, phase) if _is_cut(p, phase) else ()), *invariant_configs(p, device, phase))
+    if _is_cut(p, phase):
+        return (*_cut_configs(p, device, phase), *invariant_configs(p, device, phase))
+    whole, cut_too = invariant_configs(p, device, phase), tuple(c for c in _held_configs(p, device, phase) if c.ends)
+    if phase == "bwd" and off_grid(p.cols) and p.cols <= WIDEST[phase] and not (p.dropout_p or p.x_bias or p.narrow):
+        return (*whole, *_cut_configs(p, device, phase))
+    return (*cut_too, *whole) if cut_too and cut_too[0].blocks <= KEPT_BLOCKS else (*whole, *cut_too)
 
 
 def _cut_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
     """Rows cut at the 16-byte grid."""
     block_n, _ = widths(p.cols)
-    # Values a tile, values a thread, stages, whether there is one program for each tile; in the order that an H200 measured (bf16,
-    # 2026-11-30). Rows loaded ahead spill where few registers are left (sm_90: at 16,384 forward 24 bytes, at 8,192 backward 8).
+    # Values a tile, values a thread, stages, warps a core (0: one program for each tile). A thread of 16 values takes 80 registers forward
+    # and 96 with a residual, of 32 values 145 and 166 (sm_90, Triton 3.6): with 32 warps a core, as rms_norm has, programs would run in
+    # two rounds. Rows loaded ahead spill where few registers are left (sm_90: at 8,192 backward 8 bytes).
     if phase == "fwd":
-        wishes = ((2048, 32, 1, False), (2048, 16, 1, False), (2048, 16, 1, True), (2048, 16, 2, False), (2048, 8, 2, False))
+        some = 20 if p.residual else 24
+        wishes = ((2048, 16, 1, some), (2048, 32, 1, 12), (2048, 16, 1, 0), (2048, 16, 2, some), (2048, 8, 2, 32))
         if block_n >= 8192:
-            wishes = ((2048, 32, 1, False), (2048, 32, 1, True), (2048, 16, 1, False), (2048, 16, 1, True))
+            wishes = ((2048, 32, 1, 16), (2048, 32, 1, 0), (2048, 16, 1, 32), (2048, 16, 1, 0))
         elif block_n <= 256:  # eight values a thread leave a row to one warp
-            wishes = ((2048, 8, 1, False), (2048, 8, 2, False), (1024, 8, 1, False), (4096, 16, 1, False), (2048, 8, 1, True))
+            wishes = ((2048, 8, 1, 32), (2048, 8, 2, 32), (1024, 8, 1, 32), (4096, 16, 1, 32), (2048, 8, 1, 0))
     else:
-        wishes = ((1024, 16, 1, False), (1024, 16, 3, False), (1024, 16, 2, False), (1024, 8, 3, False), (1024, 8, 1, False))
+        few, some = 12 if block_n < 4096 else 16, 20 if p.dsum else 24
+        wishes = ((1024, 16, 1, 16), (1024, 16, 3, few), (1024, 16, 2, 16), (1024, 8, 3, 16), (1024, 8, 1, some))
         if block_n >= 8192:
-            wishes = ((1024, 16, 1, False), (1024, 32, 1, False))
+            wishes = ((1024, 16, 1, 16), (1024, 32, 1, 16))
         elif block_n <= 256:
-            wishes = ((1024, 8, 1, False), (1024, 8, 2, False), (2048, 8, 1, False), (2048, 16, 1, False), (1024, 16, 1, False))
-    fields = persistent(p.rows, p.cols, wishes, device, 32 if phase == "fwd" else 16)
-    return tuple(Config(*each) for each in fields)
+            wishes = ((1024, 8, 1, 16), (1024, 8, 2, 16), (2048, 8, 1, 16), (2048, 16, 1, 16), (1024, 16, 1, 16))
+    found = tuple(Config(*each) for each in persistent(p.rows, p.cols, wishes, device))
+    return (*found, *_late_configs(p, device, phase))
+
+
+def _late_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
+    """Rows cut at the 16-byte grid, with the parameters in no registers: 55 a thread of 16 values forward (sm_90, Triton 3.6)."""
+    if not (p.weight or (p.bias and phase == "fwd")):
+        return ()
+    if phase == "fwd":
+        wishes = ((2048, 16, 1, 24), (2048, 32, 1, 16)) if p.residual else ((2048, 16, 1, 32), (2048, 32, 1, 20))
+    else:
+        wishes = ((1024, 16, 1, 16), (1024, 16, 3, 16), (1024, 8, 1, 24))
+    return tuple(Config(*each, late=True) for each in persistent(p.rows, p.cols, wishes, device))
 
 
 def invariant_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
     """Those whose order of sums does not follow a row's place among its neighbours, best guess first."""
     if _is_wide(p, phase):
-        return _wide_configs(p, device)
+        held_whole = tuple(c for c in _held_configs(p, device, phase) if not c.ends)
+        return held_whole + _columns_configs(p, device, phase) + _wide_configs(p, device)
     lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
     block_n = next_power_of_2(max(p.cols, 8 if p.dropout_p else 1))  # a tile of the mask has eight columns at least
     # Values a tile, values a thread, stages; the forward starts one program for each tile unless it loads ahead. The backward takes one
@@ -123,11 +158,43 @@ def invariant_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[
         block_m = max(1, min(tile // block_n, 16))
         num_warps = min(max(block_m * block_n // (values * lanes), 1), most_warps)
         tiles = max(-(-p.rows // block_m), 1)
-        per_core = max((32 if phase == "fwd" else 16) // num_warps, 1)  # as many as the registers hold
+        # As many as the registers hold: rows that are not read 16 bytes at a time take 148 of them (sm_90, 1,164 columns, three stages).
+        narrow = alignment(p.cols) < 16 and block_n < 4096 and num_stages == 3 and values > 8
+        per_core = max((32 if phase == "fwd" else 12 if narrow else 16) // num_warps, 1)
         persistent = phase == "bwd" or num_stages > 1
         config = Config(block_m, block_n, num_warps, min(tiles, device.num_cores * per_core) if persistent else tiles, num_stages)
         if config not in found and block_m * block_n <= 32 * num_warps * lanes and (device.kind != "hip" or num_stages == 1):
             found.append(config)
+    return tuple(found)
+
+
+def _plain_bwd(p: LayerNormProblem, phase: str) -> bool:
+    """Whether gradients of rows and of parameters are wanted, and nothing that only the general kernels do."""
+    wanted = (p.need_dtotal or p.need_dx) and (p.need_dw or p.need_db)
+    return phase == "bwd" and wanted and not (p.dropout_p or p.x_bias or p.narrow)
+
+
+def _held_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
+    """For wide rows: the sums of the parameters' gradients in registers."""
+    if p.cols <= WIDEST["bwd"] or not _plain_bwd(p, phase):
+        return ()
+    return tuple(
+        Config(*fields) for fields in held(p.rows, p.cols, 2 * MOST_BLOCKS // ITEM_SIZE[p.x], 2 * KEPT_BLOCKS // ITEM_SIZE[p.x], device)
+    )
+
+
+def _columns_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
+    """For wide rows: the rows' means first; programs by columns, so many that registers hold all (sm_90: 90 to 128 a thread)."""
+    if not _plain_bwd(p, phase):
+        return ()
+    found = []
+    wishes = (4, 512, 3), (4, 256, 3), (4, 512, 1), (8, 256, 1)
+    if alignment(p.cols) < 8:  # copies ahead are of eight bytes at least
+        wishes = (4, 512, 1), (4, 512, 3), (8, 256, 1), (4, 256, 3)
+    for block_m, block_n, num_stages in wishes:
+        programs = min(4 * device.num_cores // cdiv(p.cols, block_n), cdiv(p.rows, block_m))
+        if device.kind != "hip" or num_stages == 1:
+            found.append(Config(block_m, block_n, 4, max(programs, 1), num_stages, by_columns=True))
     return tuple(found)
 
 
@@ -459,8 +526,9 @@ def launch_fwd(
     sizes = p.cols, x_MN.stride(0), 0 if residual_MN is None else residual_MN.stride(0)
     parameters = _contiguous(weight), _contiguous(bias)
     if config.ends and same_cut(p.cols, x_MN, residual_MN):
+        room = [None if t is None or not config.late else t.new_empty((config.num_programs, config.block_n)) for t in parameters]
         launch(
-            cut._fwd_kernel, (config.num_programs,), x_MN, residual_MN, *parameters, y, total, mean, rstd, p.rows, *sizes, p.eps,
+            cut._fwd_kernel, (config.num_programs,), x_MN, residual_MN, *parameters, *room, y, total, mean, rstd, p.rows, *sizes, p.eps,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, ENDS=config.ends, STAGES=config.num_stages, num_warps=config.num_warps,
         )  # fmt: skip
     else:
@@ -501,9 +569,15 @@ def launch_bwd(
     narrow_MN, dsum_MN = (None if t is None else as_rows(t) for t in (dy_narrow, dsum))
     inputs = dy_MN, narrow_MN, dsum_MN, total_MN, _contiguous(weight), mean, rstd, state
     strides = [0 if t is None else t.stride(0) for t in inputs[:4]]
-    if config.ends and same_cut(p.cols, dy_MN, dsum_MN, total_MN):
+    if config.blocks and (not config.ends or same_cut(p.cols, dy_MN, dsum_MN, total_MN)):
+        triton_gpu_held.launch_bwd(p, config, inputs, dtotal, dx, partials, (p.cols, strides[0], *strides[2:]))
+    elif config.by_columns:
+        columns.launch_bwd(p, config, inputs, dtotal, dx, partials, (p.cols, strides[0], *strides[2:]))
+    elif config.ends and same_cut(p.cols, dy_MN, dsum_MN, total_MN):
+        late = config.late and inputs[4] is not None
+        room = inputs[4].new_empty((config.num_programs, config.block_n)) if late else None  # type: ignore[union-attr]
         launch(
-            cut._bwd_kernel, (config.num_programs,), dy_MN, dsum_MN, total_MN, inputs[4], mean, rstd, dtotal, dx, *partials[:2],
+            cut._bwd_kernel, (config.num_programs,), dy_MN, dsum_MN, total_MN, inputs[4], room, mean, rstd, dtotal, dx, *partials[:2],
             p.rows, p.cols, strides[0], *strides[2:],
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, ENDS=config.ends, STAGES=config.num_stages, num_warps=config.num_warps,
         )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ops_math.ops._tiles.ends import body_offsets, cut_of, end_columns, load_part, rows_of, summed_part
+from ops_math.ops._tiles.ends import body_offsets, cut_of, end_columns, load_part, rows_of, shifted, sum_of_row, summed_part, sums_of_row
 
 
 @triton.jit
@@ -26,7 +26,8 @@ def _store_normed(y_ptr, total_ptr, offsets, mask, x, centred, rstd, weight, bia
 
 @triton.jit
 def _fwd_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr, num_rows, num_cols, x_stride, residual_stride, eps,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, weight_room_ptr, bias_room_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr, num_rows, num_cols,
+    x_stride, residual_stride, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ENDS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head, whole = cut_of(tl.program_id(0), num_cols, BLOCK_N)
@@ -34,9 +35,17 @@ def _fwd_kernel(
     in_body, in_ends = lanes < whole, (tl.arange(0, ENDS) < num_cols - whole)[:, None]
     weight, end_weight, bias, end_bias = None, None, None, None
     if weight_ptr is not None:
-        weight, end_weight = load_part(weight_ptr, head + lanes, in_body), load_part(weight_ptr, end_cols, in_ends)
+        end_weight = load_part(weight_ptr, end_cols, in_ends)
+        if weight_room_ptr is None:
+            weight = load_part(weight_ptr, head + lanes, in_body)
+        else:
+            weight_room_ptr = shifted(weight_ptr, weight_room_ptr, head, whole, BLOCK_N, 1)
     if bias_ptr is not None:
-        bias, end_bias = load_part(bias_ptr, head + lanes, in_body), load_part(bias_ptr, end_cols, in_ends)
+        end_bias = load_part(bias_ptr, end_cols, in_ends)
+        if bias_room_ptr is None:
+            bias = load_part(bias_ptr, head + lanes, in_body)
+        else:
+            bias_room_ptr = shifted(bias_ptr, bias_room_ptr, head, whole, BLOCK_N, 1)
     for tile in tl.range(tl.program_id(0), 8 * tl.cdiv(num_rows, 8 * BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = rows_of(tile, BLOCK_M)
         body_mask, end_mask = (rows < num_rows)[:, None] & in_body, (rows < num_rows)[None, :] & in_ends
@@ -45,11 +54,13 @@ def _fwd_kernel(
         x = summed_part(x_ptr, residual_ptr, total_ptr, body_offsets(x_begin, lanes), body_offsets(residual_begin, lanes), body_mask)
         ends = summed_part(x_ptr, residual_ptr, total_ptr, x_begin[None, :] + end_cols, residual_begin[None, :] + end_cols, end_mask)
 
-        mean = (tl.sum(x, 1) + tl.sum(ends, 0)) / num_cols
+        mean = sum_of_row(x, ends) / num_cols
         centred, end_centred = tl.where(in_body, x - mean[:, None], 0.0), tl.where(in_ends, ends - mean[None, :], 0.0)
-        rstd = tl.rsqrt((tl.sum(centred * centred, 1) + tl.sum(end_centred * end_centred, 0)) / num_cols + eps)
+        rstd = tl.rsqrt(sum_of_row(centred * centred, end_centred * end_centred) / num_cols + eps)
 
-        _store_normed(y_ptr, total_ptr, body_offsets(begin, lanes), body_mask, x, centred, rstd[:, None], weight, bias)
+        weight_now = weight if weight_room_ptr is None else load_part(weight_room_ptr, lanes, in_body)
+        bias_now = bias if bias_room_ptr is None else load_part(bias_room_ptr, lanes, in_body)
+        _store_normed(y_ptr, total_ptr, body_offsets(begin, lanes), body_mask, x, centred, rstd[:, None], weight_now, bias_now)
         _store_normed(y_ptr, total_ptr, begin[None, :] + end_cols, end_mask, ends, end_centred, rstd[None, :], end_weight, end_bias)
         tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
         tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
@@ -68,15 +79,19 @@ def _store_gradient(dtotal_ptr, dx_ptr, dsum_ptr, offsets, dsum_offsets, mask, g
 
 @triton.jit
 def _bwd_kernel(
-    dy_ptr, dsum_ptr, total_ptr, weight_ptr, mean_ptr, rstd_ptr, dtotal_ptr, dx_ptr, dw_ptr, db_ptr, num_rows, num_cols, dy_stride,
-    dsum_stride, total_stride,
+    dy_ptr, dsum_ptr, total_ptr, weight_ptr, room_ptr, mean_ptr, rstd_ptr, dtotal_ptr, dx_ptr, dw_ptr, db_ptr, num_rows, num_cols,
+    dy_stride, dsum_stride, total_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ENDS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head, whole = cut_of(tl.program_id(0), num_cols, BLOCK_N)
     lanes, end_cols = tl.arange(0, BLOCK_N)[None, :], end_columns(head, whole, ENDS)[:, None]
     in_body, in_ends = lanes < whole, (tl.arange(0, ENDS) < num_cols - whole)[:, None]
     if weight_ptr is not None:
-        weight, end_weight = load_part(weight_ptr, head + lanes, in_body), load_part(weight_ptr, end_cols, in_ends)
+        end_weight = load_part(weight_ptr, end_cols, in_ends)
+        if room_ptr is None:
+            weight = load_part(weight_ptr, head + lanes, in_body)
+        else:
+            room_ptr = shifted(weight_ptr, room_ptr, head, whole, BLOCK_N, 1)
     dw, end_dw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([ENDS, BLOCK_M], tl.float32)
     db, end_db = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([ENDS, BLOCK_M], tl.float32)
     for tile in tl.range(tl.program_id(0), 8 * tl.cdiv(num_rows, 8 * BLOCK_M), tl.num_programs(0), num_stages=STAGES):
@@ -100,9 +115,10 @@ def _bwd_kernel(
             end_db += end_g
         if dtotal_ptr is not None or dx_ptr is not None:
             if weight_ptr is not None:
-                g, end_g = g * weight + 0.0, end_g * end_weight + 0.0  # fmas, which round: see layer_norm_gradient
-            g_mean = (tl.sum(g, 1) + tl.sum(end_g, 0)) / num_cols
-            dot_mean = (tl.sum(g * xhat, 1) + tl.sum(end_g * end_xhat, 0)) / num_cols
+                weight_now = weight if room_ptr is None else load_part(room_ptr, lanes, in_body)
+                g, end_g = g * weight_now + 0.0, end_g * end_weight + 0.0  # fmas, which round: see layer_norm_gradient
+            g_sum, dot_sum = sums_of_row(g, end_g, g * xhat, end_g * end_xhat)
+            g_mean, dot_mean = g_sum / num_cols, dot_sum / num_cols
             _store_gradient(
                 dtotal_ptr, dx_ptr, dsum_ptr, body_offsets(begin, lanes), body_offsets(dsum_begin, lanes), body_mask,
                 g, xhat, rstd[:, None], g_mean[:, None], dot_mean[:, None],

@@ -106,3 +106,20 @@ def test_what_does_not_fit_is_refused_in_words():
         om.linear(x, torch.zeros(4, 5))
     with pytest.raises(ArgumentError, match=r"^linear: bias must be of shape \[4\] \(one number for each output\); got shape \[6\]"):
         om.linear(x, w, torch.zeros(6))
+
+
+@pytest.mark.parametrize("strides", [(2**24 - 1, 1), (1, 2**24 - 1), (2**24 - 1, 2**24 - 1), (2**23, 2**23 + 1)])
+def test_the_places_of_a_tile_are_counted_in_32_bits_whatever_both_strides_are(strides, monkeypatch):
+    pytest.importorskip("triton", reason="missing capability: Triton")
+    from ops_math import catalog
+    from ops_math.ops.linear import triton_gpu
+
+    seen = []
+    monkeypatch.setattr(triton_gpu, "launch", lambda kernel, grid, *args, **constants: seen.append(args[:2]))
+    a, b = torch.empty_strided((128, 32), strides, dtype=torch.bfloat16, device="meta"), normal(32, 128).bfloat16().to("meta")
+    p = catalog.operators()["linear"].phases["fwd"].problem_of(a, b.t(), None, a.dtype, a.dtype, 1, 1)
+    triton_gpu._multiply(p, triton_gpu.Config(128, 128, 32, 8, 3), a, b, None, a.new_empty(128, 128))
+    ((left, right),) = seen
+    for rows, cols, t in ((128, 32, left), (32, 128, right)):
+        assert (rows - 1) * t.stride(0) + (cols - 1) * t.stride(1) < 2**31
+    assert (left is a) == (sum(strides) <= 2**24)

@@ -101,13 +101,18 @@ def _product_kernel(
     tl.store(c_ptr + c_places, total.to(c_ptr.dtype.element_ty), mask=mask)
 
 
+def _counted(t: torch.Tensor) -> torch.Tensor:
+    """The operand, whose places within a tile 32 bits count: up to 127 steps of one stride and 31 of the other."""
+    return t if sum(t.stride()) <= MOST else copied(t.contiguous(), "an operand of linear", "its strides together are beyond 2^24")
+
+
 def _multiply(
     p: LinearProblem, config: Config, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, c: torch.Tensor, parts: int = 1,
     add: bool = False,
 ) -> None:  # fmt: skip
     """c = a b + bias, or the parts of it; with `add` it is added to c. Any strides but for c, which is dense."""
     (num_m, num_k), num_n = a.shape, b.shape[1]
-    a, b = (t if max(t.stride()) < MOST else copied(t.contiguous(), "an operand of linear", "its strides are beyond 2^24") for t in (a, b))
+    a, b = (_counted(t) for t in (a, b))
     grid = (cdiv(num_m, config.block_m) * cdiv(num_n, config.block_n), parts)
     launch(
         _product_kernel, grid if num_m and num_n else (0,), a, b, bias, c, num_m, num_n, num_k, num_k // parts, *a.stride(), *b.stride(),

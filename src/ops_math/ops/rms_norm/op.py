@@ -88,7 +88,7 @@ OP = define(
     fake_bwd=_fake_bwd,
     problem_fwd=_problem_fwd,
     problem_bwd=_problem_bwd,
-    implementations=("triton_gpu", "vendor", "eager"),
+    implementations=("triton_gpu", "vendor", "eager", "inductor"),
 )
 
 

@@ -16,24 +16,28 @@ import triton.language as tl
 from ops_math.backends.launch import launch
 from ops_math.dispatch import absent
 from ops_math.layout import alignment, as_rows
-from ops_math.ops._tiles.ends import off_grid, persistent, same_cut, widths
+from ops_math.ops._tiles.ends import held, off_grid, persistent, same_cut, widths
 from ops_math.ops._tiles.rows import rms_norm_gradient
 from ops_math.ops._tiles.walk import multiple_of
 from ops_math.ops.rms_norm import triton_gpu_ends as cut
+from ops_math.ops.rms_norm import triton_gpu_held
 from ops_math.ops.rms_norm.problem import RmsNormProblem
-from ops_math.spec import DTYPE_OF, Device, cdiv, next_power_of_2
+from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, next_power_of_2
 
 WIDEST = {"fwd": 16384, "bwd": 8192}  # columns held in registers; the backward holds the sums of the weight's gradient too
 WIDE_BLOCK = 4096
+MOST_BLOCKS = 7  # of 4,096 columns in 16 bits, whose sums one program holds in registers, and the row in its L1 cache
+KEPT_BLOCKS = 4  # where it has the row in registers too
 COLUMNS_M, COLUMNS_N = 16, 256  # tile of the sums over rows of wide problems
 SUM_M, SUM_N = 128, 32  # tile of the sum of partials
-WIDE_PASSES = {"fwd": 1.3, "bwd": 3.9}  # H200, bf16, 28,672 columns: 0.77 and 0.26 of a copy, where PyTorch's own reach 0.59 and 0.37
+WIDE_PASSES = {"fwd": 1.3, "bwd": 1.7}  # H200, bf16, 28,672 columns: 0.77 and 0.60 of a copy, where PyTorch's own reach 0.59 and 0.37
 
 
 class Config(NamedTuple):
     """Rows a tile, columns a tile, warps, programs, rows loaded ahead (1: none), columns at the ends of a row (0: rows are not cut).
 
-    `sums_on_the_way` is of the wide backward: the weight's gradient is summed by the programs that make dx, not by others afterwards.
+    `sums_on_the_way` is of the wide backward: the weight's gradient is summed by the programs that make dx, not by others afterwards. So
+    it is where `blocks` is not 0: sums of so many blocks are held in registers, and it is blocks that are loaded ahead.
     """
 
     block_m: int
@@ -43,6 +47,7 @@ class Config(NamedTuple):
     num_stages: int
     ends: int = 0
     sums_on_the_way: bool = False
+    blocks: int = 0
 
 
 def supports(p: RmsNormProblem, device: Device, phase: str) -> str | None:
@@ -70,30 +75,35 @@ def passes(p: RmsNormProblem, phase: str) -> float:
 
 def configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
     """The legal configurations, best guess first."""
-    return (*(_cut_configs(p, device, phase) if _is_cut(p, phase) else ()), *invariant_configs(p, device, phase))
+    first = _cut_configs(p, device, phase) if _is_cut(p, phase) else tuple(c for c in _held_configs(p, device, phase) if c.ends)
+    return (*first, *invariant_configs(p, device, phase))
 
 
 def _cut_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
     """Rows cut at the 16-byte grid."""
     block_n, _ = widths(p.cols)
-    # Values a tile, values a thread, stages, whether there is one program for each tile; in the order that an H200 measured (bf16,
-    # 2026-11-30). Rows loaded ahead spill where few registers are left (sm_90: at 16,384 forward 24 bytes, at 8,192 backward 8).
+    # Values a tile, values a thread, stages, warps a core (0: one program for each tile): as many as fit with the 55 registers that a
+    # thread of 16 values takes forward, 66 with a residual, 96 and 109 with 32 values (sm_90, Triton 3.6).
+    # Rows loaded ahead spill where few registers are left (sm_90: at 16,384 forward 24 bytes, at 8,192 backward 8).
     if phase == "fwd":
-        wishes = ((2048, 16, 1, False), (2048, 32, 1, False), (2048, 16, 1, True), (2048, 16, 2, False), (2048, 8, 2, False))
+        some, few = (28, 16) if p.residual else (32, 20)
+        wishes = ((2048, 16, 1, some), (2048, 32, 1, few), (2048, 16, 1, 0), (2048, 16, 2, some), (2048, 8, 2, 32))
         if block_n == 4096:
-            wishes = ((2048, 32, 1, False), *(w for w in wishes if w != (2048, 32, 1, False)))
+            wishes = ((2048, 32, 1, few), *(w for w in wishes if w != (2048, 32, 1, few)))
         elif block_n >= 8192:
-            wishes = ((2048, 32, 1, False), (2048, 32, 1, True), (2048, 16, 1, False), (2048, 16, 1, True))
+            wishes = ((2048, 32, 1, 16), (2048, 32, 1, 0), (2048, 16, 1, 32), (2048, 16, 1, 0))
         elif block_n <= 256:  # eight values a thread leave a row to one warp
-            wishes = ((2048, 8, 1, False), (2048, 8, 2, False), (1024, 8, 1, False), (4096, 16, 1, False), (2048, 8, 1, True))
+            wishes = ((2048, 8, 1, 32), (2048, 8, 2, 32), (1024, 8, 1, 32), (4096, 16, 1, 32), (2048, 8, 1, 0))
     else:
-        wishes = ((1024, 16, 3, False), (1024, 16, 2, False), (1024, 16, 1, False), (1024, 8, 3, False), (1024, 8, 1, False))
+        # Rows loaded ahead win beside a third tensor alone (H200, 2,163 columns: 0.84 of a copy and 0.68; without it 0.87 and 0.95).
+        wishes = ((1024, 16, 1, 20), (1024, 16, 3, 16), (1024, 16, 2, 16), (1024, 8, 3, 20), (1024, 8, 1, 28))
+        if p.residual:
+            wishes = ((1024, 16, 3, 16), (1024, 16, 2, 16), (1024, 16, 1, 16), (1024, 8, 3, 20), (1024, 8, 1, 28))
         if block_n >= 8192:
-            wishes = ((1024, 16, 1, False), (1024, 32, 1, False))
+            wishes = ((1024, 16, 1, 16), (1024, 32, 1, 16))
         elif block_n <= 256:
-            wishes = ((1024, 8, 1, False), (1024, 8, 2, False), (2048, 8, 1, False), (2048, 16, 1, False), (1024, 16, 1, False))
-    fields = persistent(p.rows, p.cols, wishes, device, 32 if phase == "fwd" else 16)
-    return tuple(Config(*each) for each in fields)
+            wishes = ((1024, 8, 1, 16), (1024, 8, 2, 16), (2048, 8, 1, 16), (2048, 16, 1, 16), (1024, 16, 1, 16))
+    return tuple(Config(*each) for each in persistent(p.rows, p.cols, wishes, device))
 
 
 def invariant_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
@@ -102,7 +112,8 @@ def invariant_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Co
         cuts = 4 * device.num_cores // max(p.cols // COLUMNS_N, 1)  # about four programs a core sum the weight's gradient
         num_programs = max(min(cuts, -(-p.rows // COLUMNS_M)), 1)
         found = tuple(Config(1, WIDE_BLOCK, num_warps, num_programs, 1) for num_warps in (16, 8, 4))
-        return found if phase == "fwd" else found + _persistent_configs(p, device)
+        held_whole = tuple(c for c in _held_configs(p, device, phase) if not c.ends)
+        return found if phase == "fwd" else _whole_configs(p, device) + held_whole + _persistent_configs(p, device) + found
     lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
     block_n = next_power_of_2(max(p.cols, 1))
     # Values a tile, values a thread, stages; the forward starts one program for each tile unless it loads ahead. The backward takes one
@@ -129,18 +140,34 @@ def invariant_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Co
     return tuple(found)
 
 
+def _held_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
+    """For wide rows: the sums of the weight's gradient in registers."""
+    if phase == "fwd" or p.cols <= WIDEST["bwd"] or not (p.need_dx and p.weight and p.need_dw):
+        return ()
+    return tuple(
+        Config(*fields, False, blocks)
+        for *fields, blocks in held(p.rows, p.cols, 2 * MOST_BLOCKS // ITEM_SIZE[p.x], 2 * KEPT_BLOCKS // ITEM_SIZE[p.x], device)
+    )
+
+
+def _whole_configs(p: RmsNormProblem, device: Device) -> tuple[Config, ...]:
+    """For rows of up to 16,384 columns: all in registers, of which 56 bytes spill (sm_90); yet 0.80 of a copy at 12,288 columns, where the
+    walk in blocks reaches 0.58 (H200, bf16, 2026-11-30)."""
+    if p.cols > 2 * WIDEST["bwd"] or alignment(p.cols) == 1 or ITEM_SIZE[p.x] > 2:
+        return ()
+    return (Config(1, 2 * WIDEST["bwd"], 16, min(max(p.rows, 1), device.num_cores), 1),)
+
+
 def _persistent_configs(p: RmsNormProblem, device: Device) -> tuple[Config, ...]:
-    """For wide rows: sums on the way, in partial rows that stay in the L2 cache; and registers that spill a little (56 bytes, sm_90)."""
+    """For wide rows: sums on the way, in partial rows that stay in the L2 cache (H200, 28,672 columns: 0.42 of a copy, and by columns
+    afterwards 0.26)."""
     warps = (16, 8) if device.kind == "hip" else (16, 32)
     programs = [min(max(p.rows, 1), n * device.num_cores) for n in (2, 1)]
-    found = [
-        Config(1, WIDE_BLOCK, warps[0], programs[0], 1, 0, True),
+    return (
         Config(1, 2 * WIDE_BLOCK, warps[1], programs[1], 1, 0, True),
+        Config(1, WIDE_BLOCK, warps[0], programs[0], 1, 0, True),
         Config(1, WIDE_BLOCK, warps[0], programs[1], 1, 0, True),
-    ]
-    if p.cols <= 2 * WIDEST["bwd"] and alignment(p.cols) > 1:
-        found.append(Config(1, 2 * WIDEST["bwd"], 16, programs[1], 1))
-    return tuple(found)
+    )
 
 
 @triton.jit
@@ -406,7 +433,9 @@ def launch_bwd(
     dsum_MN = None if dsum is None else as_rows(dsum)
     inputs = dy_MN, dsum_MN, x_MN, None if weight is None else weight.contiguous(), rstd
     sizes = p.cols, dy_MN.stride(0), 0 if dsum_MN is None else dsum_MN.stride(0), x_MN.stride(0)
-    if config.ends and same_cut(p.cols, *inputs[:3]):
+    if config.blocks and (not config.ends or same_cut(p.cols, *inputs[:3])):
+        triton_gpu_held.launch_bwd(p, config, inputs, dx, partial, sizes)
+    elif config.ends and same_cut(p.cols, *inputs[:3]):
         launch(
             cut._bwd_kernel, (config.num_programs,), *inputs, dx, partial, p.rows, *sizes, p.weight_offset, BLOCK_M=config.block_m,
             BLOCK_N=config.block_n, ENDS=config.ends, STAGES=config.num_stages, num_warps=config.num_warps,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ops_math.ops._tiles.ends import body_offsets, cut_of, end_columns, load_part, rows_of, summed_part
+from ops_math.ops._tiles.ends import body_offsets, cut_of, end_columns, load_part, rows_of, sum_of_row, summed_part
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _fwd_kernel(
         x = summed_part(x_ptr, residual_ptr, total_ptr, body_offsets(x_begin, lanes), body_offsets(residual_begin, lanes), body_mask)
         ends = summed_part(x_ptr, residual_ptr, total_ptr, x_begin[None, :] + end_cols, residual_begin[None, :] + end_cols, end_mask)
 
-        rstd = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(ends * ends, 0)) / num_cols + eps)
+        rstd = tl.rsqrt(sum_of_row(x * x, ends * ends) / num_cols + eps)
 
         _store_normed(y_ptr, total_ptr, body_offsets(begin, lanes), body_mask, x, rstd[:, None], weight)
         _store_normed(y_ptr, total_ptr, begin[None, :] + end_cols, end_mask, ends, rstd[None, :], end_weight)
@@ -88,7 +88,7 @@ def _bwd_kernel(
         if dx_ptr is not None:
             if weight_ptr is not None:
                 g, end_g = g * weight, end_g * end_weight
-            dot_mean = (tl.sum(g * xhat, 1) + tl.sum(end_g * end_xhat, 0)) / num_cols
+            dot_mean = sum_of_row(g * xhat, end_g * end_xhat) / num_cols
             _store_gradient(
                 dx_ptr, dsum_ptr, body_offsets(begin, lanes), body_offsets(dsum_begin, lanes), body_mask,
                 g, xhat, rstd[:, None], dot_mean[:, None],

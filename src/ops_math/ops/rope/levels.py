@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ops_math.ops.rope.problem import RopeProblem
-from ops_math.schedule.levels import Levels
+from ops_math.schedule.levels import COMPILED, Levels
 from ops_math.spec import Offer
 
 CONTRACTED = "PyTorch may multiply and add in one rounding or in two, by the place of the element"
@@ -13,6 +13,8 @@ CONTRACTED = "PyTorch may multiply and add in one rounding or in two, by the pla
 
 def offers(p: RopeProblem, implementation: str, config: Any, phase: str) -> Offer:
     """Elementwise: apart, multiplication and addition are exact to the bit wherever they run."""
+    if implementation == "inductor":
+        return Offer(1, COMPILED)
     return Offer(3) if implementation != "eager" or config == "apart" else Offer(1, CONTRACTED)
 
 

@@ -49,7 +49,7 @@ OP = define(
     fake_bwd=_fake,
     problem_fwd=problem,
     problem_bwd=problem,
-    implementations=("triton_gpu", "eager"),
+    implementations=("triton_gpu", "eager", "inductor"),
 )
 
 

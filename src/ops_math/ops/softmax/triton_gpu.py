@@ -49,7 +49,9 @@ def configs(p: SoftmaxProblem, device: Device, phase: str) -> tuple[Config, ...]
     first = (32, 4096) if block_n >= 4096 else (16, 1024) if block_n <= 256 else (16, 2048)  # as an H200 measured (bf16, 2026-11-30)
     for values, tile in (first, *wishes):
         block_m = max(1, min(tile // block_n, 64, next_power_of_2(p.rows // device.num_cores)))  # few rows are spread over all cores
-        config = Config(block_m, block_n, min(max(block_m * block_n // (values * lanes), 1), most_warps), ends)
+        num_warps = min(max(block_m * block_n // (values * lanes), 1), most_warps)
+        # A row of all threads has one value at least of the ends for each: they meet the body in registers.
+        config = Config(block_m, block_n, num_warps, max(ends, num_warps * lanes) if block_m == 1 else ends)
         if config not in found and block_m * block_n <= 32 * config.num_warps * lanes:
             found.append(config)
     return (*found, *invariant_configs(p, device, phase))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ops_math.ops._tiles.ends import body_offsets, cut_of, end_columns, rows_of
+from ops_math.ops._tiles.ends import body_offsets, cut_of, end_columns, rows_of, sum_of_row, top_of_row
 
 
 @triton.jit
@@ -26,9 +26,9 @@ def _fwd_kernel(
     x = tl.load(x_ptr + body_offsets(x_begin, lanes), mask=body_mask, other=float("-inf")).to(tl.float32)
     ends = tl.load(x_ptr + x_begin[None, :] + end_cols, mask=end_mask, other=float("-inf")).to(tl.float32)
 
-    top = tl.maximum(tl.max(x, 1), tl.max(ends, 0))
+    top = top_of_row(x, ends)
     e, end_e = tl.exp(x - top[:, None]), tl.exp(ends - top[None, :])
-    scale = 1.0 / (tl.sum(e, 1) + tl.sum(end_e, 0))
+    scale = 1.0 / sum_of_row(e, end_e)
 
     tl.store(y_ptr + body_offsets(begin, lanes), (e * scale[:, None]).to(y_ptr.dtype.element_ty), mask=body_mask)
     tl.store(y_ptr + begin[None, :] + end_cols, (end_e * scale[None, :]).to(y_ptr.dtype.element_ty), mask=end_mask)
@@ -51,7 +51,7 @@ def _bwd_kernel(
     end_y = tl.load(y_ptr + y_begin[None, :] + end_cols, mask=end_mask, other=0.0).to(tl.float32)
     end_dy = tl.load(dy_ptr + dy_begin[None, :] + end_cols, mask=end_mask, other=0.0).to(tl.float32)
 
-    dot = tl.sum(y * dy, 1) + tl.sum(end_y * end_dy, 0)
+    dot = sum_of_row(y * dy, end_y * end_dy)
 
     tl.store(dx_ptr + body_offsets(begin, lanes), (y * (dy - dot[:, None])).to(dx_ptr.dtype.element_ty), mask=body_mask)
     tl.store(dx_ptr + begin[None, :] + end_cols, (end_y * (end_dy - dot[None, :])).to(dx_ptr.dtype.element_ty), mask=end_mask)
