@@ -12,8 +12,9 @@ from ops_math import catalog
 from tests.determinism.calls import SAMPLES, drawn, outcome
 
 PAGE = (Path(__file__).parents[2] / "docs" / "determinism.md").read_text()
+OFFERED, RANKS = (PAGE.split(f"{title}\n")[1].split("\n#")[0] for title in ("## What each operator offers", "### Two, four, eight ranks"))
 LINES = {
-    name.strip(" `"): line.split("|") for line in PAGE.splitlines() if line.startswith("| `") for name in line.split("|")[1].split(",")
+    name.strip(" `"): line.split("|") for line in OFFERED.splitlines() if line.startswith("| `") for name in line.split("|")[1].split(",")
 }
 
 
@@ -35,6 +36,12 @@ def test_the_level_on_a_cpu_is_the_one_that_the_page_gives(sample):
             pytest.raises(om.UnsupportedError, match=f"offers no determinism level {level + 1} for this problem"),
         ):
             outcome(sample, *drawn(sample, 3), 0)
+
+
+def test_the_page_says_of_every_operator_how_ranks_may_cut_it():
+    named = "".join(line.split("|")[1] for line in RANKS.splitlines() if line.startswith("| ")).replace("norms", "rms_norm layer_norm")
+    named = named.replace("`swiglu`", "glu")
+    assert [name for name in catalog.operators() if name not in named] == []
 
 
 def test_adamw_runs_at_level_two():

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import ops_math as om
-from ops_nn.debug import names, recipe, trees
+from ops_nn.debug import compiled, names, recipe, trees
 from ops_nn.debug.arriving import Pending, records_of
 from ops_nn.debug.figures import thinned, together
 from ops_nn.debug.operators import Operators
@@ -198,31 +198,14 @@ class Observer:
         for key, gradient in self.halves.items():  # only one of the two copies was used
             self.see(key, gradient, lasting=False)
         self.halves.clear()
-        self._say_what_was_compiled()
+        for words in compiled.notes(self.trace, self.layout, any(p.key.direction == PARAMETER_GRADIENT for p in self.pending)):
+            self.note(words)
         self.trace.will_have(records_of(self.table, self.pending))
         for kind in sorted(self.table.copied_from):
             self.note(f"tensors on {kind} were copied to the CPU for their figures, since there is no Triton for it")
         self.trace.notes += list(self.notes)
         self.pending, self.table = [], om.FigureTable()
         self.seen.clear()
-
-    def _say_what_was_compiled(self) -> None:
-        """Mark the modules whose inside was not seen, and say how it can be."""
-        inside = {path: [name for name in self.layout.places if _is_below(name, path)] for path in self.layout.compiled}
-        called = {call.module for call in self.trace.calls}
-        unseen = {path: below for path, below in inside.items() if not called & set(below)}
-        for path in unseen:
-            self.trace.modules[path]["compiled"] = True
-        look = "not; trace under torch.compiler.set_stance('force_eager') to look inside"
-        first = next(iter(unseen), "") or "the model"
-        if len(unseen) == 1:
-            self.note(f"{first} is compiled: seen at its boundary, its {len(*unseen.values())} inner modules are {look}")
-        elif unseen:
-            count, many = len(set().union(*unseen.values())), f"{len(unseen)} modules are compiled, the first {first}"
-            self.note(f"{many}: seen at their boundaries, {count} modules inside are {look}")
-        if self.gradients and not called and any(p.key.direction == PARAMETER_GRADIENT for p in self.pending):
-            why = "as where a function that calls the model is compiled"
-            self.note(f"no call of a module was seen, {why}: parameters and gradients alone are")
 
     def see(self, key: Key, t: Tensor, lasting: bool = True) -> None:
         """Take the figures of a tensor, and in full mode a copy; `lasting` says that others may be given the same tensor."""
@@ -410,7 +393,3 @@ def _name(dtype: torch.dtype) -> str:
 
 def _same_view(old: Tensor, t: Tensor) -> bool:
     return old.shape == t.shape and old.stride() == t.stride() and old.dtype == t.dtype and old.device == t.device
-
-
-def _is_below(name: str, path: str) -> bool:
-    return name != path and (not path or name.startswith(f"{path}."))
