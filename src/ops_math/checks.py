@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any, NoReturn
 
 import torch
@@ -167,6 +168,27 @@ def positive(operator: str, argument: str, value: float) -> None:
     """A number above zero."""
     if not value > 0:
         fail(operator, argument, "above 0", str(value), f"Pass a positive {argument}.")
+
+
+def number(operator: str, argument: str, value: Any) -> None:
+    """A number, not its name in quotes."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        fail(operator, argument, "a number", repr(value), f"Pass {argument} as an int or a float.")
+
+
+def takes(operator: str, argument: str, value: Any, names: tuple[str, ...], example: str) -> None:
+    """A function that can be called with so many arguments."""
+    needs, got = f"a function of ({', '.join(names)})", type(value).__name__
+    if callable(value):
+        try:
+            inspect.signature(value).bind(*names)
+        except ValueError:  # a callable written in C that does not say what it takes
+            return
+        except TypeError as error:
+            got = f"one with {error}"
+        else:
+            return
+    fail(operator, argument, needs, got, f"Pass e.g. {example}.")
 
 
 def runs_alone(operator: str, argument: str, value: Any, does: str, example: str) -> None:

@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -155,7 +156,41 @@ def test_a_compiled_step_is_calibrated_too():
 def test_a_step_that_meets_nothing_says_so():
     with om.enabled(False):
         found = om.calibrate(a_step(), seconds=1, save=False)
-    assert str(found) == "the step met no operator of ops_math"
+    assert str(found) == "the step met no operator of ops_math: ops_math is switched off; ops_math.enabled(True) switches it on"
+    found = om.calibrate(lambda: om.softmax(torch.empty(3, 4, device="meta")), seconds=1, save=False)
+    assert str(found).startswith("the step met no operator of ops_math: call its functions or adopt the model")
+    assert str(found).endswith("where tensors are on the meta device, nothing runs")
+
+
+def test_a_calibration_inside_another_is_refused_and_the_next_one_listens():
+    def inside():
+        om.calibrate(a_step(), seconds=1, save=False)
+
+    with pytest.raises(
+        UnsupportedError, match=r"^calibrate: another calibrate is running a step of this process\. Call one after the other"
+    ):
+        om.calibrate(inside, seconds=1, save=False)
+    assert om.calibrate(a_step(), seconds=2, save=False).measurements
+
+
+def test_two_threads_do_not_share_what_their_steps_meet():
+    entered, ended, refused = threading.Event(), threading.Event(), []
+
+    def slow():
+        entered.set()
+        assert ended.wait(20)
+        a_step()()
+
+    first = threading.Thread(target=lambda: om.calibrate(slow, seconds=1, save=False))
+    first.start()
+    assert entered.wait(20)
+    try:
+        om.calibrate(a_step(), seconds=1, save=False)
+    except UnsupportedError as error:
+        refused.append(str(error))
+    ended.set()
+    first.join()
+    assert len(refused) == 1
 
 
 def test_a_step_that_raises_leaves_nobody_listening():
@@ -186,6 +221,46 @@ def test_a_step_may_have_arguments_with_defaults_and_be_any_callable():
 def test_seconds_that_are_none_are_refused():
     with pytest.raises(om.ArgumentError, match=r"^calibrate: seconds must be above 0; got 0\. "):
         om.calibrate(a_step(), seconds=0)
+
+
+UNUSABLE = [
+    ({"seconds": "10"}, "seconds must be a number; got '10'. Pass seconds as an int or a float."),
+    ({"seconds": None}, "seconds must be a number; got None. Pass seconds as an int or a float."),
+    ({"memory_gib": "3"}, "memory_gib must be a number; got '3'. Pass memory_gib as an int or a float."),
+    ({"memory_gib": 0}, "memory_gib must be above 0; got 0. Pass a positive memory_gib."),
+    ({"progress": True}, "progress must be a function of (what, done, total); got bool. Pass e.g. progress=print."),
+    ({"progress": lambda words: None},
+     "progress must be a function of (what, done, total); got one with too many positional arguments. Pass e.g. progress=print."),
+    ({"modules": "json"}, "modules must be a list of names of modules; got 'json'. Pass e.g. ['json']."),
+    ({"modules": ["nosuchmodule"]},
+     "modules must be of modules that can be imported; got 'nosuchmodule'. Name it as in an import statement."),
+    ({"modules": ["no.such.module"]},
+     "modules must be of modules that can be imported; got 'no.such.module'. Name it as in an import statement."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "sentence"), UNUSABLE, ids=[str(i) for i in range(len(UNUSABLE))])
+def test_what_could_not_be_used_is_said_before_the_step_has_run(options, sentence):
+    ran = []
+    with pytest.raises(om.ArgumentError) as error:
+        om.calibrate(lambda: ran.append(1), save=False, **options)
+    assert (str(error.value), ran) == ("calibrate: " + sentence, [])
+
+
+def test_an_interrupt_keeps_what_was_measured_until_then():
+    def interrupted(what, done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    step = a_step()
+    with pytest.raises(KeyboardInterrupt):
+        om.calibrate(step, seconds=5, progress=interrupted, save=False)
+    assert om.calibrate(step, seconds=5, save=False).known == 2
+
+
+def test_modules_and_progress_of_any_form_are_taken():
+    for options in ({"progress": print}, {"progress": lambda *told: None}, {"modules": ("json", "os.path")}):
+        om.calibrate(lambda: None, save=False, **options)
 
 
 def test_ceilings_are_measured_once_and_predict_from_then_on(cache):

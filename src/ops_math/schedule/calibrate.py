@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -33,17 +34,19 @@ SLOWEST_COMPILATION = 90.0  # [s]
 
 class Calibration(NamedTuple):
     """What `calibrate` found. `measurements` are new; `known` problems had been measured before; `skipped` were not, with the reason.
-    `model_close` counts the measurements in which the model alone, without any, would have been within 10 % of the fastest."""
+    `model_close` counts the measurements in which the model alone, without any, would have been within 10 % of the fastest. `hint` says
+    why no operator may have been met, where none was."""
 
     measurements: tuple[Measurement, ...]
     known: int
     skipped: tuple[tuple[str, str], ...]
     seconds: float
     model_close: int
+    hint: str = ""
 
     def __str__(self) -> str:
         if not (self.measurements or self.known or self.skipped):
-            return "the step met no operator of ops_math"
+            return "the step met no operator of ops_math" + (f": {self.hint}" if self.hint else "")
         lines = [f"{len(self.measurements)} problems measured, {self.known} known before, in {self.seconds:.1f} s"]
         if self.measurements:
             lines.append(f"the model alone would have been within 10 % of the fastest in {self.model_close} of {len(self.measurements)}")
@@ -85,13 +88,14 @@ def calibrate(
     same bits, so a calibration changes none; from level 2 on candidates run as that level runs them, and one measurement stands for all
     numbers of rows, that of the call that moves most.
 
+    Interrupted while it measures (Ctrl-C), one process keeps what it has measured until then.
+
     With several ranks all call it; each problem is measured by the first rank that met it, rank 0 merges, and all take its record.
 
-    Raises: ArgumentError for a step that cannot be called without arguments, and for seconds that are not positive; UnsupportedError
-        while frozen, or where ranks' devices differ.
+    Raises: ArgumentError for a step that cannot be called without arguments, for seconds that are not positive, and for a progress or
+        modules that could not be used; UnsupportedError while frozen, inside another `calibrate`, or where ranks' devices differ.
     """
-    checks.runs_alone("calibrate", "step_fn", step_fn, "one training step", "lambda: model(batch).loss.backward()")
-    checks.positive("calibrate", "seconds", seconds)
+    _check(step_fn, seconds, progress, memory_gib, modules)
     live.refuse_when_frozen("calibrate")
     start = time.perf_counter()
     collector = Collector(KEPT_BYTES)
@@ -101,15 +105,52 @@ def calibrate(
     ensure_ceilings({one.device for one in met}, save)
     wanted = [one for one in met if anew or not _known(one)]
     tell = progress or (lambda words, done, total: None)
-    if apart or (apart is None and any(one.device.type == "cuda" for one in wanted)):
-        _give_memory_back({one.device for one in wanted})
-        with Apart(modules) as child:
-            found, skipped = _measure_all(_by_weight(wanted), seconds, memory_gib, tell, child)
-    else:
-        found, skipped = _measure_all(_by_weight(wanted), seconds, memory_gib, tell, None)
+    found: list[tuple[Met, Measurement]] = []
+    try:
+        if apart or (apart is None and any(one.device.type == "cuda" for one in wanted)):
+            _give_memory_back({one.device for one in wanted})
+            with Apart(modules) as child:
+                skipped = _measure_all(_by_weight(wanted), seconds, memory_gib, tell, child, found)
+        else:
+            skipped = _measure_all(_by_weight(wanted), seconds, memory_gib, tell, None, found)
+    except BaseException:  # an interrupt from the keyboard, a progress that raises: what was measured until then is not lost
+        if live.world_size() == 1:
+            _take([(one.device, m) for one, m in found], save)
+        raise
     close = sum(_model_is_close(one, m) for one, m in found)
     _take([(one.device, m) for one, m in found], save)
-    return Calibration(tuple(m for _, m in found), len(met) - len(wanted), tuple(skipped), time.perf_counter() - start, close)
+    took = time.perf_counter() - start
+    return Calibration(tuple(m for _, m in found), len(met) - len(wanted), tuple(skipped), took, close, "" if met else _why_none())
+
+
+def _check(step_fn: Any, seconds: Any, progress: Any, memory_gib: Any, modules: Any) -> None:
+    """What can be known before the step has run is said before."""
+    checks.runs_alone("calibrate", "step_fn", step_fn, "one training step", "lambda: model(batch).loss.backward()")
+    for name, value in (("seconds", seconds), ("memory_gib", memory_gib)):
+        if value is not None or name == "seconds":
+            checks.number("calibrate", name, value)
+            checks.positive("calibrate", name, value)
+    if progress is not None:
+        checks.takes("calibrate", "progress", progress, ("what", "done", "total"), "progress=print")
+    if isinstance(modules, str) or not isinstance(modules, Sequence):
+        checks.fail("calibrate", "modules", "a list of names of modules", repr(modules), f"Pass e.g. [{str(modules)!r}].")
+    for name in modules:
+        if not _importable(name):
+            checks.fail("calibrate", "modules", "of modules that can be imported", repr(name), "Name it as in an import statement.")
+
+
+def _importable(name: Any) -> bool:
+    try:
+        return isinstance(name, str) and importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # no parent; a name that is none, or a module without a specification
+        return False
+
+
+def _why_none() -> str:
+    """What is most often the reason why a step meets no operator."""
+    if not settings.active():
+        return "ops_math is switched off; ops_math.enabled(True) switches it on"
+    return "call its functions or adopt the model with ops_nn.adopt; where tensors are on the meta device, nothing runs"
 
 
 def _policy() -> settings.Policy:
@@ -170,10 +211,10 @@ def _by_weight(met: Sequence[Met]) -> list[Met]:
 
 
 def _measure_all(
-    wanted: Sequence[Met], seconds: float, memory_gib: float | None, progress: Progress, child: Apart | None
-) -> tuple[list[tuple[Met, Measurement]], list[tuple[str, str]]]:
-    """Measure in this order until the time is over; the words say what was not."""
-    found: list[tuple[Met, Measurement]] = []
+    wanted: Sequence[Met], seconds: float, memory_gib: float | None, progress: Progress, child: Apart | None,
+    found: list[tuple[Met, Measurement]],
+) -> list[tuple[str, str]]:  # fmt: skip
+    """Measure in this order until the time is over, into `found`; the words that are returned say what was not."""
     skipped: list[tuple[str, str]] = []
     end = time.perf_counter() + seconds
     hung = ""
@@ -200,7 +241,7 @@ def _measure_all(
         except (NotMeasuredError, CandidateFailedError, RuntimeError, OSError, MemoryError) as error:  # no memory, no disk, a dead child
             skipped.append((name, in_words(error)))
     progress("done", len(wanted), len(wanted))
-    return found, skipped
+    return skipped
 
 
 def _tell(progress: Progress, what: str, done: int, total: int, words: str) -> None:

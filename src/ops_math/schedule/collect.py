@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from ops_math import checks
 from ops_math.schedule.live import LIVE, changed
 
+_LISTENING = threading.Lock()
 MOST_STRETCHED = 4  # times its elements that a view's storage may span before its copy becomes contiguous
 
 
@@ -26,7 +29,8 @@ class Met:
 
 
 class Collector:
-    """Keeps each problem that is met for the first time while it is listening; calls run as ever, compiled ones too.
+    """Keeps each problem that is met for the first time while it is listening; calls run as ever, compiled ones too. One listens at a time:
+    each would hear a part of what the other's step meets.
 
     Args:
         most_bytes: how much to keep [B]; what is larger is met, and measured never.
@@ -37,12 +41,16 @@ class Collector:
         self.left = most_bytes
 
     def __enter__(self) -> Collector:
+        if not _LISTENING.acquire(blocking=False):
+            do = "Call one after the other, not inside a step or in another thread."
+            checks.refuse("calibrate", "another calibrate is running a step of this process", do)
         LIVE.collector = self.note
         changed()  # what is remembered is not met again
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         LIVE.collector = None
+        _LISTENING.release()
 
     def note(self, op: str, phase: str, problem: Any, args: Sequence[Any]) -> None:
         """Keep a problem and its arguments, unless it is kept already."""

@@ -81,7 +81,7 @@ def _tensors(given: dict[str, Any], known: set[torch.Tensor]) -> None:
         _of_another_kind("params of a group", "a list of parameters", params, "Put it into a list.")
     if not isinstance(params, torch.Tensor):
         params = given["params"] = list(params)  # a generator can be read once
-    named = 0
+    named, seen = 0, set()
     for one in [params] if isinstance(params, torch.Tensor) else params:
         pair = isinstance(one, tuple) and len(one) == 2
         p, named = one[1] if pair else one, named + pair
@@ -92,6 +92,9 @@ def _tensors(given: dict[str, Any], known: set[torch.Tensor]) -> None:
         require(p.is_leaf or p.retains_grad, "params", "leaves of the graph", f"the result of {made}", do)
         do = "Leave it in one of them. Tied weights are one parameter: model.parameters() gives each once."
         require(p not in known, "params", "in one group each", f"one of shape {list(p.shape)} in two", do)
+        do = "It would be stepped twice at once: model.parameters() gives each once."
+        require(p not in seen, "params", "in their group once each", f"one of shape {list(p.shape)} twice", do)
+        seen.add(p)
     if named and named != len(params):
         do = "Pass model.named_parameters() or model.parameters()."
         require(False, "params", "all with names or all without", f"{named} names for {len(params)} parameters", do)
@@ -127,12 +130,13 @@ def _at_least_0(name: str, value: Any, tensor: bool) -> None:
         _of_another_kind(name, needs, repr(value), f"{USUAL[name.split()[0]]} is usual.")
     do = "Use maximize=True to ascend." if tensor and float(value) < 0 else f"{USUAL[name.split()[0]]} is usual."
     require(float(value) >= 0.0, name, "at least 0", str(value), do)
+    require(float(value) < float("inf"), name, "finite", str(value), do)
 
 
 def loadable(loaded: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    """A state dict has as many groups, of as many parameters, as the optimizer.
+    """A state dict is of an AdamW and has as many groups, of as many parameters, as the optimizer.
 
-    Raises: ArgumentError; MissingError for what is no state dict of an optimizer.
+    Raises: ArgumentError; MissingError for what is no state dict of an optimizer, or of another one.
     """
     if "param_groups" not in loaded or "state" not in loaded:
         has = ", ".join(map(repr, list(loaded)[:4])) or "nothing"
@@ -141,6 +145,15 @@ def loadable(loaded: dict[str, Any], groups: list[dict[str, Any]]) -> None:
     theirs, ours = ([len(group["params"]) for group in found] for found in (loaded["param_groups"], groups))
     do = "Make the optimizer with the groups that it was saved with."
     require(theirs == ours, "state_dict", f"of groups of {_sizes(ours)} parameters, as this optimizer", f"groups of {_sizes(theirs)}", do)
+    kinds = ("settings of a group", SETTINGS, loaded["param_groups"]), ("state of a parameter", ("step",), loaded["state"].values())
+    for what, names, entries in kinds:
+        for entry in entries:
+            lacks = [name for name in names if entry and name not in entry]
+            if lacks:
+                has = ", ".join(repr(name) for name in entry if name != "params")
+                raise MissingError(
+                    f"AdamW: state_dict must be an AdamW's, with {lacks[0]!r} in the {what}; got {has}. Load one of an AdamW."
+                )
 
 
 def _sizes(sizes: list[int]) -> str:

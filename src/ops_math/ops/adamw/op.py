@@ -7,6 +7,7 @@ dispatcher's fixed arity nor the conformance suite fits. Its own tests hold it t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from ops_math.ops.adamw.op_tables import AdamWTables, Table, laid_like
 from ops_math.ops.adamw.problem import Group as AdamWGroup
 from ops_math.ops.adamw.problem import Scaling
 from ops_math.rng import Rng
+
+SETTINGS = ("lr", "beta1", "beta2", "eps", "weight_decay")
 
 
 @keywords.explained
@@ -84,10 +87,23 @@ def adamw(
             torch.autograd.graph.increment_version(group.params)
 
 
+def _check_settings(group: AdamWGroup) -> None:
+    """Hyper-parameters are numbers. Looked at before the step is counted: a step that fails leaves everything as it was."""
+    for name in SETTINGS:
+        value = getattr(group, name)
+        if type(value) is not float and not isinstance(value, Real) and not (name == "lr" and isinstance(value, torch.Tensor)):
+            needs = "a number or a tensor of one element" if name == "lr" else "a number"
+            checks.fail("adamw", f"{name} of a group", needs, repr(value), "Look at what sets it, e.g. a scheduler.")
+
+
 def _numbered(groups: Sequence[AdamWGroup]) -> list[AdamWGroup]:
-    """The groups, each parameter with a number."""
+    """The groups, checked, each parameter with a number."""
     found, count = [], 0
-    for group in groups:
+    for group in [groups] if isinstance(groups, AdamWGroup) else groups:
+        if group is groups or not isinstance(group, AdamWGroup):
+            got, do = type(group).__name__, "ops_nn.optim.AdamW takes parameters." if group is not groups else "Put it into a list."
+            checks.fail("adamw", "groups", "a list of ops_math.AdamWGroup", got if group is groups else f"one of {got}", do)
+        _check_settings(group)
         found.append(group if group.numbers else group._replace(numbers=range(count, count + len(group.params))))
         count += len(group.params)
     return found
