@@ -58,7 +58,7 @@ def test_a_state_dict_of_another_optimizer_is_refused(momentum):
     other, optimizer = torch.optim.SGD([p], lr=0.1, momentum=momentum), AdamW([p])
     other.step()
     with pytest.raises(
-        KeyError, match="^AdamW: state_dict must be an AdamW's, with 'betas' in the settings of a group; got 'lr', 'momentum'"
+        KeyError, match=r"^AdamW: state_dict must be an AdamW's, with 'betas' in the settings of a group; got 'lr', 'momentum'"
     ):
         optimizer.load_state_dict(other.state_dict())
     wrong = optimizer.state_dict()

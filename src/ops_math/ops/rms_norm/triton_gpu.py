@@ -30,6 +30,7 @@ MOST_BLOCKS = 7  # of 4,096 columns in 16 bits, whose sums one program holds in 
 KEPT_BLOCKS = 4  # where it has the row in registers too
 COLUMNS_M, COLUMNS_N = 16, 256  # tile of the sums over rows of wide problems
 SUM_M, SUM_N = 128, 32  # tile of the sum of partials
+TWICE_PASSES = 3.9  # of a wide backward whose sums nobody can hold (28,672 columns: 0.26 of a copy)
 WIDE_PASSES = {"fwd": 1.3, "bwd": 1.7}  # H200, bf16, 28,672 columns: 0.77 and 0.60 of a copy, where PyTorch's own reach 0.59 and 0.37
 
 
@@ -70,7 +71,9 @@ def _is_cut(p: RmsNormProblem, phase: str) -> bool:
 
 def passes(p: RmsNormProblem, phase: str) -> float:
     """Memory traffic over the least possible."""
-    return WIDE_PASSES[phase] if _is_wide(p, phase) and not _is_cut(p, phase) else 1.0
+    if not _is_wide(p, phase) or _is_cut(p, phase):
+        return 1.0
+    return WIDE_PASSES[phase] if phase == "fwd" or _holds_sums(p) else TWICE_PASSES
 
 
 def configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
@@ -138,6 +141,12 @@ def invariant_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Co
         if config not in found and block_m * block_n <= 32 * num_warps * lanes and (device.kind != "hip" or num_stages == 1):
             found.append(config)
     return tuple(found)
+
+
+def _holds_sums(p: RmsNormProblem) -> bool:
+    """Whether the backward of wide rows has sums of the weight's gradient to hold, and registers for them."""
+    blocks = 2 * MOST_BLOCKS // ITEM_SIZE[p.x]
+    return p.need_dx and bool(p.weight) and p.need_dw and p.cols <= WIDE_BLOCK * blocks
 
 
 def _held_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
