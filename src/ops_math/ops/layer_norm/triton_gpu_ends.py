@@ -67,7 +67,8 @@ def _fwd_kernel(
 
 
 @triton.jit
-def _store_gradient(dtotal_ptr, dx_ptr, dsum_ptr, offsets, dsum_offsets, mask, g, xhat, rstd, g_mean, dot_mean):
+def store_gradient(dtotal_ptr, dx_ptr, dsum_ptr, offsets, dsum_offsets, mask, g, xhat, rstd, g_mean, dot_mean):
+    """The gradient of what is normalised, given that of the normalised times the weight, g, and the means over the row."""
     dtotal = (g - g_mean - xhat * dot_mean) * rstd
     if dsum_ptr is not None:
         dtotal += load_part(dsum_ptr, dsum_offsets, mask)
@@ -119,11 +120,11 @@ def _bwd_kernel(
                 g, end_g = g * weight_now + 0.0, end_g * end_weight + 0.0  # fmas, which round: see layer_norm_gradient
             g_sum, dot_sum = sums_of_row(g, end_g, g * xhat, end_g * end_xhat)
             g_mean, dot_mean = g_sum / num_cols, dot_sum / num_cols
-            _store_gradient(
+            store_gradient(
                 dtotal_ptr, dx_ptr, dsum_ptr, body_offsets(begin, lanes), body_offsets(dsum_begin, lanes), body_mask,
                 g, xhat, rstd[:, None], g_mean[:, None], dot_mean[:, None],
             )  # fmt: skip
-            _store_gradient(
+            store_gradient(
                 dtotal_ptr, dx_ptr, dsum_ptr, begin[None, :] + end_cols, dsum_begin[None, :] + end_cols, end_mask,
                 end_g, end_xhat, rstd[None, :], g_mean[None, :], dot_mean[None, :],
             )  # fmt: skip

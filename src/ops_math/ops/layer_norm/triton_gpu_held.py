@@ -18,6 +18,7 @@ from ops_math.layout import alignment
 from ops_math.ops._tiles.ends import boundary, cut_of, end_columns, load_part, shifted, sums_of_row
 from ops_math.ops._tiles.walk import multiple_of
 from ops_math.ops.layer_norm.problem import LayerNormProblem
+from ops_math.ops.layer_norm.triton_gpu_ends import store_gradient
 
 if TYPE_CHECKING:
     from ops_math.ops.layer_norm.triton_gpu import Config
@@ -28,17 +29,6 @@ def _weighted(g, weight_ptr, cols, mask):
     if weight_ptr is not None:
         g = g * load_part(weight_ptr, cols, mask) + 0.0  # an fma, which rounds: see layer_norm_gradient
     return g
-
-
-@triton.jit
-def _store_gradient(dtotal_ptr, dx_ptr, dsum_ptr, offsets, dsum_offsets, mask, g, xhat, rstd, g_mean, dot_mean):
-    dtotal = (g - g_mean - xhat * dot_mean) * rstd
-    if dsum_ptr is not None:
-        dtotal += load_part(dsum_ptr, dsum_offsets, mask)
-    if dtotal_ptr is not None:
-        tl.store(dtotal_ptr + offsets, dtotal.to(dtotal_ptr.dtype.element_ty), mask=mask)
-    if dx_ptr is not None:
-        tl.store(dx_ptr + offsets, dtotal.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -96,7 +86,7 @@ def _bwd_kernel(
             end_g = _weighted(end_g, weight_ptr, end_cols, in_ends)
             g_sum, dot_sum = sums_of_row(gs, end_g, dots, end_g * end_xhat)
             g_mean, dot_mean = g_sum[:, None] / num_cols, dot_sum[:, None] / num_cols
-            _store_gradient(
+            store_gradient(
                 dtotal_ptr, dx_ptr, dsum_ptr, begin + end_cols, dsum_begin + end_cols, in_ends,
                 end_g, end_xhat, rstd, g_mean, dot_mean,
             )  # fmt: skip
@@ -113,7 +103,7 @@ def _bwd_kernel(
             next_dws = next_dws + (dws[i] + g * xhat,)  # noqa: RUF005 (kernels have no starred expressions)
             next_dbs = next_dbs + (dbs[i] + g,)  # noqa: RUF005
             g = _weighted(g, shifted_ptr, lanes, lanes < whole)
-            _store_gradient(dtotal_ptr, dx_ptr, dsum_ptr, body + lanes, dsum_body + lanes, lanes < whole, g, xhat, rstd, g_mean, dot_mean)
+            store_gradient(dtotal_ptr, dx_ptr, dsum_ptr, body + lanes, dsum_body + lanes, lanes < whole, g, xhat, rstd, g_mean, dot_mean)
         dws, dbs = next_dws, next_dbs
     place = tl.program_id(0).to(tl.int64) * num_cols
     for i in tl.static_range(BLOCKS):

@@ -51,7 +51,8 @@ def _fwd_kernel(
 
 
 @triton.jit
-def _store_gradient(dx_ptr, dsum_ptr, offsets, dsum_offsets, mask, g, xhat, rstd, dot_mean):
+def store_gradient(dx_ptr, dsum_ptr, offsets, dsum_offsets, mask, g, xhat, rstd, dot_mean):
+    """The gradient of what is normalised, given that of the normalised times the weight, g, and the means over the row."""
     dx = (g - xhat * dot_mean) * rstd
     if dsum_ptr is not None:
         dx += load_part(dsum_ptr, dsum_offsets, mask)
@@ -89,11 +90,11 @@ def _bwd_kernel(
             if weight_ptr is not None:
                 g, end_g = g * weight, end_g * end_weight
             dot_mean = sum_of_row(g * xhat, end_g * end_xhat) / num_cols
-            _store_gradient(
+            store_gradient(
                 dx_ptr, dsum_ptr, body_offsets(begin, lanes), body_offsets(dsum_begin, lanes), body_mask,
                 g, xhat, rstd[:, None], dot_mean[:, None],
             )  # fmt: skip
-            _store_gradient(
+            store_gradient(
                 dx_ptr, dsum_ptr, begin[None, :] + end_cols, dsum_begin[None, :] + end_cols, end_mask,
                 end_g, end_xhat, rstd[None, :], dot_mean[None, :],
             )  # fmt: skip

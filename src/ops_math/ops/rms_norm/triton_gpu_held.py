@@ -18,6 +18,7 @@ from ops_math.layout import alignment
 from ops_math.ops._tiles.ends import boundary, cut_of, end_columns, load_part, shifted, sum_of_row
 from ops_math.ops._tiles.walk import multiple_of
 from ops_math.ops.rms_norm.problem import RmsNormProblem
+from ops_math.ops.rms_norm.triton_gpu_ends import store_gradient
 
 if TYPE_CHECKING:
     from ops_math.ops.rms_norm.triton_gpu import Config
@@ -28,14 +29,6 @@ def _weighted(g, weight_ptr, cols, mask, weight_offset):
     if weight_ptr is not None:
         g = g * (load_part(weight_ptr, cols, mask) + weight_offset)
     return g
-
-
-@triton.jit
-def _store_gradient(dx_ptr, dsum_ptr, offsets, dsum_offsets, mask, g, xhat, rstd, dot_mean):
-    dx = (g - xhat * dot_mean) * rstd
-    if dsum_ptr is not None:
-        dx += load_part(dsum_ptr, dsum_offsets, mask)
-    tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -85,7 +78,7 @@ def _bwd_kernel(
             end_dw += end_g * end_xhat
             end_g = _weighted(end_g, weight_ptr, end_cols, in_ends, weight_offset)
             dot_mean = sum_of_row(dots, end_g * end_xhat)[:, None] / num_cols
-            _store_gradient(dx_ptr, dsum_ptr, begin + end_cols, dsum_begin + end_cols, in_ends, end_g, end_xhat, rstd, dot_mean)
+            store_gradient(dx_ptr, dsum_ptr, begin + end_cols, dsum_begin + end_cols, in_ends, end_g, end_xhat, rstd, dot_mean)
         else:
             dot_mean = tl.sum(dots, 1)[:, None] / num_cols
         added = ()
@@ -98,7 +91,7 @@ def _bwd_kernel(
             xhat = x * rstd
             added = added + (sums[i] + g * xhat,)  # noqa: RUF005 (kernels have no starred expressions)
             g = _weighted(g, shifted_ptr, lanes, lanes < whole, weight_offset)
-            _store_gradient(dx_ptr, dsum_ptr, body + lanes, dsum_body + lanes, lanes < whole, g, xhat, rstd, dot_mean)
+            store_gradient(dx_ptr, dsum_ptr, body + lanes, dsum_body + lanes, lanes < whole, g, xhat, rstd, dot_mean)
         sums = added
     place = dw_ptr + tl.program_id(0).to(tl.int64) * num_cols
     for i in tl.static_range(BLOCKS):
