@@ -29,7 +29,9 @@ SHARD_BYTES = 256 * 2**20
 
 INPUT, FORWARD = "input", "forward"
 OUTPUT_GRADIENT, INPUT_GRADIENT, PARAMETER_GRADIENT = "output gradient", "input gradient", "parameter gradient"
+GRADIENTS = (OUTPUT_GRADIENT, INPUT_GRADIENT, PARAMETER_GRADIENT)
 PARAMETER = "parameter"
+ENDED = "the run ended with"  # begins the note of a trace that an exception ended
 DIRECTIONS = (PARAMETER, INPUT, FORWARD, OUTPUT_GRADIENT, INPUT_GRADIENT, PARAMETER_GRADIENT)
 
 
@@ -103,6 +105,7 @@ class Trace:
         self.calls: list[Call] = []
         self.records: dict[Key, Record] = {}
         self.notes: list[str] = []
+        self.open = False  # while it is being made
         self.versions: dict[str, str] = {"ops_math": om.__version__, "torch": torch.__version__}
 
     def __str__(self) -> str:
