@@ -260,3 +260,14 @@ def test_heads_one_behind_the_other_come_through_descriptors_while_32_bits_count
     views = triton_gpu._views(p, True, 64, q, q)
     assert [v is not None and max(v.shape) < 2**31 for v in views] == [described] * 2
     assert [v is None for v in views] == [not described] * 2
+
+
+def test_tokens_without_any_document_are_refused_since_nobody_would_write_their_rows():
+    x, none = draw(5, 2, 8), torch.tensor([0])
+    with pytest.raises(om.ArgumentError) as error:
+        om.attention(x, x, x, cu_seqlens_q=none)
+    words = "got [1], which are no documents, for 5 tokens. One document of all tokens is [0, 5]."
+    assert str(error.value) == f"attention: cu_seqlens_q must be of shape [documents + 1]; {words}"
+    with pytest.raises(om.ArgumentError, match=r"^attention: cu_seqlens_k must be of shape \[documents \+ 1\]; got \[1\]"):
+        om.attention(x[:0], x, x, cu_seqlens_q=none, cu_seqlens_k=none)
+    assert om.attention(x[:0], x[:0], x[:0], cu_seqlens_q=none).shape == (0, 2, 8)
