@@ -49,6 +49,17 @@ def not_ended(what: str, ended: bool) -> None:
         refuse(what, "this context has ended, and entering it again sets nothing", "Make another with the same arguments.")
 
 
+def not_compiled(what: str) -> None:
+    """A setting that is looked at where an operator runs is not made in compiled code, which would put it back before it runs anything."""
+    if torch.compiler.is_dynamo_compiling():
+        refuse(what, "in a function that is compiled it would have no effect", "Set it around the call of the compiled function.")
+
+
+def no_decorator(what: str) -> NoReturn:
+    """A setting holds from where it is made: before a function that it decorates were called, and after it."""
+    not_called(what, "it is a setting and no decorator", "Write `with` inside the function, or around its call.")
+
+
 def shape_text(shape: Any) -> str:
     """`[2, 3]` for a shape."""
     return "[" + ", ".join(str(n) for n in shape) + "]"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -135,6 +135,11 @@ class Determinism:
                 stacklevel=2,
             )
 
+    def __call__(self, *args: Any) -> NoReturn:
+        """Refused: `@ops_math.determinism(3)` would be in force from there on."""
+        self.__exit__(None, None, None)
+        checks.no_decorator(f"determinism({self.level})")
+
 
 def determinism(level: int, *, token_block: int = settings.TOKEN_BLOCK) -> Determinism:
     """The determinism level from here on: a statement, or a context manager that ends it.
@@ -161,6 +166,7 @@ def determinism(level: int, *, token_block: int = settings.TOKEN_BLOCK) -> Deter
 
     A `DeterminismWarning` says what can no longer be honoured: where cuBLAS has read its variable before.
     """
+    checks.not_compiled("determinism")
     checks.one_of("determinism", "level", level, settings.DETERMINISM_LEVELS)
     if not isinstance(token_block, int) or token_block < 16 or token_block % 16:
         checks.fail("determinism", "token_block", "a multiple of 16 above 0", str(token_block), "Pass the tokens of a micro-batch.")

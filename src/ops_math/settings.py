@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -133,6 +133,8 @@ class _Switch:
     """Set at once; as a context manager it restores what was before."""
 
     def __init__(self, name: str, value: Any) -> None:
+        if name == "policy":
+            checks.not_compiled("determinism, precision or force")
         policy()
         self._name = name
         self._before = getattr(STATE, name)
@@ -145,6 +147,11 @@ class _Switch:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         setattr(STATE, self._name, self._before)
         self._ended = True
+
+    def __call__(self, *args: Any) -> NoReturn:
+        """Refused: `@ops_math.enabled(False)` would leave it off."""
+        self.__exit__(None, None, None)
+        checks.no_decorator(f"a setting of {self._name}")
 
 
 def enabled(on: bool = True) -> _Switch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -262,14 +263,74 @@ def test_a_full_trace_stops_keeping_at_its_limit_and_says_so():
     assert CHECKER.compare(again, trace=trace).verdict == "bitwise"
 
 
+LAYER, NOWHERE = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
+
+
+def _small(step=lambda model: model(torch.ones(2, 3)).mean().backward()):
+    """A trace of what `step` does with a small model, up to an exception if it raises one."""
+    model, checker = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), ConsistencyChecker()
+    with contextlib.suppress(ZeroDivisionError, RuntimeError), checker.trace(model):
+        step(model)
+    return checker.last
+
+
+@pytest.mark.parametrize(
+    ("step", "why"),
+    [
+        (lambda model: None, r"no module of its model was called inside its `with`"),
+        (lambda model: 1 / 0, r"the run ended with ZeroDivisionError"),
+        (lambda model: model(torch.ones(2, 7)), r"the run ended with RuntimeError"),
+    ],
+)
+def test_a_trace_without_a_result_says_why_it_has_none(step, why):
+    for a, b, name in ((_small(step), _small(), "A"), (_small(), _small(step), "B")):
+        with pytest.raises(om.UnsupportedError, match=rf"^compare: {name} holds no result of a module: {why}\. Trace a whole step"):
+            CHECKER.compare(b, trace=a)
+
+
+def test_a_trace_is_not_compared_before_it_has_ended():
+    model, other = nn.Linear(3, 2), _small()
+    with CHECKER.trace(model) as trace:
+        with pytest.raises(om.UnsupportedError, match=r"^compare: A holds no result of a module: its `with` has not ended\. "):
+            CHECKER.compare(other, trace=trace)
+        model(torch.ones(2, 3)).mean().backward()
+    assert CHECKER.compare(trace, trace=trace).verdict == "bitwise"
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (lambda model: model(torch.ones(2, 3)), "saw no backward at all; was loss.backward() called inside the trace?"),
+        (lambda model: model(torch.ones(2, 3)).mean() / (1 / 0), "saw no backward at all: the run ended with ZeroDivisionError"),
+    ],
+)
+def test_a_run_without_a_backward_is_told_from_a_gradient_that_was_cut(step, words):
+    model, traces = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), []
+    for each in (step, lambda m: m(torch.ones(2, 3)).mean().backward()):
+        with contextlib.suppress(ZeroDivisionError), CHECKER.trace(model) as trace:
+            each(model)
+        traces.append(trace)
+    for order, name in ((1, "A"), (-1, "B")):
+        a, b = traces[::order]
+        cause = CHECKER.compare(b, trace=a).first.cause
+        assert (cause.kind, cause.words) == ("no backward", f"{name} {words}")
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ConsistencyChecker(precision=0), r"precision must be above 0; got 0\. Pass 1e-6, or more to let more pass\."),
+        (lambda: ConsistencyChecker(precision=0), r"precision must be a number above 0; got 0\. Pass 1e-6, or more to let more pass\."),
+        (lambda: ConsistencyChecker(precision="1e-3"), r"precision must be a number above 0; got '1e-3'\. Pass 1e-6"),
         (lambda: ConsistencyChecker(mode="heavy"), r"mode must be one of 'light', 'full'; got 'heavy'\. Pick one of these\."),
         (lambda: ConsistencyChecker().trace(3).__enter__(), r"model must be a torch\.nn\.Module; got int\. Pass the model itself\."),
         (lambda: ConsistencyChecker().compare("x"), r"there must be a trace of A; got none\. Trace a run, or pass trace=\."),
         (lambda: ConsistencyChecker().lockstep(nn.Linear(2, 2), nn.Linear(2, 2), torch.ones(3, 2)), r"scalar loss; got shape \[3, 2\]"),
+        (lambda: CHECKER.lockstep(LAYER, LAYER, None), r"batch must be keywords, .*; got NoneType\. Pass e\.g\. lambda m: m\(x\)"),
+        (lambda: CHECKER.lockstep(torch.ones(2), LAYER, LAYER), r"model_a must be a torch\.nn\.Module; got Tensor\. Pass the model"),
+        (lambda: CHECKER.lockstep(LAYER, NOWHERE, {}), r"model_b must be a model with numbers; got one on the meta device\. Put it"),
+        (lambda: CHECKER.trace(NOWHERE).__enter__(), r"one on the meta device\. Put it on a device: model\.to_empty\("),
+        (lambda: CHECKER.compare(CHECKER, trace=3), r"compare: a trace must be a Trace or the folder of one; got int\. Pass what"),
+        (lambda: CHECKER.compare(CHECKER, trace=_small()), r"got ConsistencyChecker\. Pass its \.last\."),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_words(make, words):

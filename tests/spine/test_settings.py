@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ops_math as om
-from ops_math import settings
+from ops_math import catalog, settings
 from ops_math.checks import ArgumentError
 from ops_math.schedule.live import LIVE
 
@@ -120,3 +120,55 @@ def test_a_context_that_has_ended_is_not_entered_again_in_silence():
 def test_levels_and_token_blocks_are_whole_numbers(options):
     with pytest.raises(ArgumentError, match=r"^determinism: (level|token_block) must be "):
         om.determinism(**options)
+
+
+MADE = {
+    "force": lambda: om.force(softmax="eager"),
+    "enabled": lambda: om.enabled(False),
+    "precision": lambda: om.precision("ieee"),
+    "determinism": lambda: om.determinism(2),
+    "freeze": lambda: om.schedule.freeze(),
+}
+
+
+def in_force():
+    return settings.policy(), settings.active(), LIVE.frozen, torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_a_setting_as_a_decorator_is_refused_and_not_left_in_force(make):
+    before = in_force()
+    with pytest.raises(TypeError, match=r": it is a setting and no decorator\. Write `with` inside the function"):
+        make()(len)
+    assert in_force() == before
+
+
+@pytest.mark.parametrize("name", [name for name in MADE if name != "enabled"])
+def test_a_setting_inside_compiled_code_is_in_force_or_refused(name, monkeypatch):
+    seen, x, operator = [], torch.randn(1, 3), catalog.operators()["softmax"]
+    for module in (i.module for i in operator.implementations() if i.name in ("eager", "vendor")):
+        launcher = module.launch_fwd
+
+        def watched(*args, launcher=launcher):
+            seen.append(in_force())
+            return launcher(*args)
+
+        monkeypatch.setattr(module, "launch_fwd", watched)
+
+    def step(x):
+        with MADE[name]():
+            return om.softmax(x)
+
+    before = in_force()
+    operator.forget()
+    step(x)
+    torch._dynamo.reset()
+    torch.compile(step, backend="eager")(x)
+    assert len(seen) == 2
+    assert seen[0] == seen[1] != before
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"in a function that is compiled it would have no effect\. Set it around the call"):
+        torch.compile(step, backend="eager", fullgraph=True)(x)
+    assert in_force() == before
+    monkeypatch.undo()
+    operator.forget()

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -220,6 +220,7 @@ class _Switch:
     """Set at once; as a context manager it restores what was before."""
 
     def __init__(self, name: str, value: Any) -> None:
+        checks.not_compiled("freeze or first_use")
         self._name, self._before, self._ended = name, getattr(LIVE, name), False
         setattr(LIVE, name, value)
         changed()
@@ -231,6 +232,11 @@ class _Switch:
         setattr(LIVE, self._name, self._before)
         self._ended = True
         changed()
+
+    def __call__(self, *args: Any) -> NoReturn:
+        """Refused: as a decorator it would be in force from there on."""
+        self.__exit__(None, None, None)
+        checks.no_decorator(f"a setting of {self._name}")
 
 
 def freeze(*, strict: bool = False) -> _Switch:

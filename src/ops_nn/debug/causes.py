@@ -14,7 +14,19 @@ from torch import Tensor
 
 from ops_nn.debug.compare import Comparison, Culprit
 from ops_nn.debug.figures import Figures, step_of
-from ops_nn.debug.trace import FORWARD, INPUT, INPUT_GRADIENT, LIGHT, PARAMETER, PARAMETER_GRADIENT, Key, Record, Trace
+from ops_nn.debug.trace import (
+    ENDED,
+    FORWARD,
+    GRADIENTS,
+    INPUT,
+    INPUT_GRADIENT,
+    LIGHT,
+    PARAMETER,
+    PARAMETER_GRADIENT,
+    Key,
+    Record,
+    Trace,
+)
 from ops_nn.debug.verdict import distance
 
 CLOSE = 0.02  # what is left of a difference that a rule explains
@@ -99,6 +111,10 @@ def _lost(case: _Case) -> Cause | None:
     if case.a is not None and case.b is not None:
         return None
     who = "A" if case.a is None else "B"
+    trace = case.traces[case.a is not None]
+    if not any(key.direction in GRADIENTS for key in trace.records):
+        end = next((f": {note}" for note in trace.notes if note.startswith(ENDED)), "; was loss.backward() called inside the trace?")
+        return Cause("no backward", f"{who} saw no backward at all{end}")
     return Cause("cut gradient", f"{who} has no such gradient: detached, frozen, or under no_grad there")
 
 

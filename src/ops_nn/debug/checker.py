@@ -17,7 +17,7 @@ from ops_nn.debug import names, replay
 from ops_nn.debug.compare import Comparison, floors_of
 from ops_nn.debug.observe import FULL, Observer
 from ops_nn.debug.report import Report
-from ops_nn.debug.trace import LIGHT, Key, Trace
+from ops_nn.debug.trace import ENDED, LIGHT, Key, Trace
 
 BLOCKS, ALL, OPERATORS = "blocks", "all", "operators"
 _WHERE = "ConsistencyChecker"
@@ -54,8 +54,8 @@ class ConsistencyChecker:
     ) -> None:
         _one_of("mode", mode, (LIGHT, FULL))
         _one_of("observe", observe, (None, BLOCKS, ALL, OPERATORS))
-        if not precision > 0:
-            raise om.ArgumentError(f"{_WHERE}: precision must be above 0; got {precision}. Pass 1e-6, or more to let more pass.")
+        if not isinstance(precision, int | float) or not precision > 0:
+            raise om.ArgumentError(f"{_WHERE}: precision must be a number above 0; got {precision!r}. Pass 1e-6, or more to let more pass.")
         self.precision, self.check_gradients, self.dump_on_failure = precision, check_gradients, dump_on_failure
         self.mode, self.limit_bytes = mode, limit_bytes
         self.operators = observe == OPERATORS
@@ -77,21 +77,22 @@ class ConsistencyChecker:
             ArgumentError: for something that is no module.
             UnsupportedError: where another trace is open.
         """
-        if not isinstance(model, nn.Module):
-            raise om.ArgumentError(f"{_WHERE}.trace: model must be a torch.nn.Module; got {type(model).__name__}. Pass the model itself.")
+        _check_model("trace", "model", model)
         trace = Trace(self.mode, names.class_name(model))
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         trace.versions["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         observer = Observer(trace, model, self.check_gradients, self.every_module, self.limit_bytes, self.operators)
         observer.start()
+        trace.open = True
         try:
             yield trace
         except BaseException as error:
-            observer.note(f"the run ended with {type(error).__name__}")
+            observer.note(f"{ENDED} {type(error).__name__}")
             raise
         finally:
             observer.stop()
             observer.finish()
+            trace.open = False
             self.last = trace
 
     def compare(
@@ -130,6 +131,8 @@ class ConsistencyChecker:
         Raises:
             ArgumentError: where the step gives no scalar.
         """
+        for name, model in (("model_a", model_a), ("model_b", model_b)):
+            _check_model("lockstep", name, model)
         found = stepping.lockstep(model_a, model_b, _step(batch), only)
         return self._report(found.a, found.b, found.floors, "lockstep", found.refusals)
 
@@ -183,8 +186,20 @@ def _neighbour(value: Tensor, up: Tensor) -> Tensor:
     return torch.where(torch.isfinite(moved) & (value != 0), moved, value)
 
 
-def _trace(given: Trace | str | Path) -> Trace:
+def _trace(given: Any) -> Trace:
+    if not isinstance(given, Trace | str | Path):
+        do = "Pass its .last." if isinstance(given, ConsistencyChecker) else "Pass what `with checker.trace(model) as trace` gave."
+        raise om.ArgumentError(f"{_WHERE}.compare: a trace must be a Trace or the folder of one; got {type(given).__name__}. {do}")
     return given if isinstance(given, Trace) else Trace.load(given)
+
+
+def _check_model(method: str, argument: str, model: Any) -> None:
+    """A module whose numbers exist."""
+    needs = f"{_WHERE}.{method}: {argument} must be"
+    if not isinstance(model, nn.Module):
+        raise om.ArgumentError(f"{needs} a torch.nn.Module; got {type(model).__name__}. Pass the model itself.")
+    if next((p.device.type for p in model.parameters()), "") == "meta":
+        raise om.ArgumentError(f"{needs} a model with numbers; got one on the meta device. Put it on a device: model.to_empty(device=...).")
 
 
 def _one_of(argument: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -195,6 +210,9 @@ def _one_of(argument: str, value: Any, choices: tuple[Any, ...]) -> None:
 
 def _step(batch: Any) -> Callable[[nn.Module], Tensor]:
     """A function from a model to its scalar loss."""
+    if not isinstance(batch, dict | tuple | list | Tensor) and not callable(batch):
+        needs = "keywords, positional arguments or a function of the model"
+        raise om.ArgumentError(f"{_WHERE}.lockstep: batch must be {needs}; got {type(batch).__name__}. Pass e.g. lambda m: m(x).mean().")
 
     def step(model: nn.Module) -> Tensor:
         if isinstance(batch, dict):

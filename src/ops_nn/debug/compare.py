@@ -16,6 +16,7 @@ import ops_math as om
 from ops_nn.debug.figures import measure, step_of, thinned, unpack
 from ops_nn.debug.trace import (
     DIRECTIONS,
+    ENDED,
     FORWARD,
     INPUT,
     INPUT_GRADIENT,
@@ -70,6 +71,8 @@ class Comparison:
         self.structure = structure(a, b)
         self.floors = floors or {}
         self.differences = {key: self._difference(key, *pair) for key, pair in _pairs(a, b).items()}
+        for name, trace in (("A", a), ("B", b)):
+            _check_seen(name, trace)
         shared, fewest = len(a.modules.keys() & b.modules.keys()), min(len(a.modules), len(b.modules))
         if not any(key.direction in RESULTS for key in self.differences) or 2 * shared < fewest:
             first = self.structure[0] if self.structure else "no result was seen in both"
@@ -379,6 +382,14 @@ def _check_formats(a: Trace, b: Trace) -> None:
             f"compare: traces of formats {a.format} and {b.format}, whose fingerprints are not alike. "
             "Trace both runs with one version, or compare both with the version that wrote the older one."
         )
+
+
+def _check_seen(name: str, trace: Trace) -> None:
+    """A trace holds a result at all."""
+    if not any(key.direction in RESULTS for key in trace.records):
+        why = next((note for note in trace.notes if note.startswith(ENDED)), "")
+        why = why or ("its `with` has not ended" if trace.open else "no module of its model was called inside its `with`")
+        raise om.UnsupportedError(f"compare: {name} holds no result of a module: {why}. Trace a whole step, forward and backward.")
 
 
 def structure(a: Trace, b: Trace) -> list[str]:

@@ -30,7 +30,9 @@ SHARD_BYTES = 256 * 2**20
 LIGHT = "light"
 INPUT, FORWARD = "input", "forward"
 OUTPUT_GRADIENT, INPUT_GRADIENT, PARAMETER_GRADIENT = "output gradient", "input gradient", "parameter gradient"
+GRADIENTS = (OUTPUT_GRADIENT, INPUT_GRADIENT, PARAMETER_GRADIENT)
 PARAMETER = "parameter"
+ENDED = "the run ended with"  # begins the note of a trace that an exception ended
 DIRECTIONS = (PARAMETER, INPUT, FORWARD, OUTPUT_GRADIENT, INPUT_GRADIENT, PARAMETER_GRADIENT)
 
 
@@ -107,6 +109,7 @@ class Trace:
         self._records: dict[Key, Record] = {}
         self._arriving: Callable[[], dict[Key, Record]] | None = None
         self.notes: list[str] = []
+        self.open = False  # while it is being made
         self.versions: dict[str, str] = {"ops_math": om.__version__, "torch": torch.__version__}
 
     @property

@@ -166,6 +166,9 @@ def _check_documents(
             checks.fail(op, name, f"on {device}, as q is", f"a tensor on {value.device}", f"Move it: {name}.to('{device}').")
         if value is not None and value.shape[0] == 0:
             checks.fail(op, name, "at least [0]", "an empty tensor", "It starts with 0 and has one end for each document.")
+        if value is not None and value.shape[0] == 1 and tokens[name]:
+            got, do = f"[1], which are no documents, for {tokens[name]} tokens", f"One document of all tokens is [0, {tokens[name]}]."
+            checks.fail(op, name, "of shape [documents + 1]", got, do)
         sizes.append(0 if value is None else value.shape[0])
     if sizes[0] != sizes[1]:
         checks.fail(op, "cu_seqlens_k", f"of length {sizes[0]}, as cu_seqlens_q is", f"length {sizes[1]}", "Both list the same documents.")
@@ -255,7 +258,8 @@ def attention(
         mask: boolean (True: may be seen) or additive, broadcastable to [B, H, Sq, Sk]. An additive mask gets no gradient; at or below
             -1e30 it hides as -inf does.
         key_padding_mask: bool [B, Sk], True where a key may be seen. What stands in hidden keys and values does not matter.
-        cu_seqlens_q: int32 or int64 [documents + 1], the first token of each document and the number of tokens at the end.
+        cu_seqlens_q: int32 or int64 [documents + 1], the first token of each document and the number of tokens at the end. Rows behind a
+            smaller end are not written and hold anything; `om.checked()` looks.
         cu_seqlens_k: the same for keys; by default as cu_seqlens_q.
         max_seqlen_q, max_seqlen_k: longest document [tokens], where known; our own kernels do without.
         dropout_p: chance of dropping a probability, met to within 2^-17 by a keyed mask; the others grow so that the mean stays.

@@ -281,3 +281,26 @@ def test_in_16_bits_the_cpu_kernels_backward_adds_up_in_fp32(ends):
     assert [g.dtype for g in found["flash_cpu_wide"]] == [torch.bfloat16] * 3
     assert max(error["flash_cpu_wide"]) < 0.003  # one rounding to bf16 is 0.0017
     assert error["flash_cpu"][2] > 1.5 * error["flash_cpu_wide"][2]
+
+
+def test_rows_that_are_one_and_the_same_do_not_come_through_descriptors():
+    """The gradient of a sum over the tokens."""
+    pytest.importorskip("triton", reason="missing capability: Triton")
+    from ops_math.ops.attention import triton_gpu
+
+    q = torch.empty(2, 64, 4, 64, dtype=torch.bfloat16, device="meta")
+    p = problem_of(q, q, None, None, None, Rule(1.0, True, -1, 0, 0.0, 0, 0, 0.0))
+    same = q[:, :1].expand(2, 64, 4, 64)
+    assert triton_gpu._views(p, True, 64, q, same)[0] is None
+    assert triton_gpu._views(p, True, 64, q, q)[0] is not None
+
+
+def test_tokens_without_any_document_are_refused_since_nobody_would_write_their_rows():
+    x, none = draw(5, 2, 8), torch.tensor([0])
+    with pytest.raises(om.ArgumentError) as error:
+        om.attention(x, x, x, cu_seqlens_q=none)
+    words = "got [1], which are no documents, for 5 tokens. One document of all tokens is [0, 5]."
+    assert str(error.value) == f"attention: cu_seqlens_q must be of shape [documents + 1]; {words}"
+    with pytest.raises(om.ArgumentError, match=r"^attention: cu_seqlens_k must be of shape \[documents \+ 1\]; got \[1\]"):
+        om.attention(x[:0], x, x, cu_seqlens_q=none, cu_seqlens_k=none)
+    assert om.attention(x[:0], x[:0], x[:0], cu_seqlens_q=none).shape == (0, 2, 8)
