@@ -149,6 +149,18 @@ def attention_row(lines: list[str]) -> Row:
     return Row("attention forward, 16k causal, D 128: TFLOP/s", (figure, f"{ours:.0f} (our own kernel)"), better)
 
 
+def floor_words(rows: list[dict[str, Any]]) -> str:
+    """How near whole steps are to what they are made of, run in a row at the clocks that the device holds."""
+    told = []
+    for model in MODELS[:2]:
+        found = last(rows, benchmark="floor", model=model.name)
+        best = max(found["held_shares"].values())
+        told.append(
+            f"{model.name} {best:.2f} ({found['floor_ms']:.1f} ms alone, {found['held_ms']:.1f} held; {found['commit'].split()[0]})"
+        )
+    return f"The same products, attention and bytes in a row, under the power cap, over a step's time: {', '.join(told)}. "
+
+
 def source(lines: list[str], where: str) -> str:
     """`tools/gpu/norm_sweep.py` (13914c9), as a sweep's first line has it."""
     found = the_one(lines[:1], r"commit (\w+); .*python3? (tools/gpu/\w+\.py)", where)
@@ -173,7 +185,7 @@ def table(read: Callable[[str], list[str]] = lambda name: (RESULTS / name).read_
     head = f"{live} Whole steps, interleaved in one run of `python benchmarks/steps.py`: " + "; ".join(ran) + "."
     command = last(rows, benchmark="optimizer", model="llama1b", kind="bf16", variant="ours")["command"].split(" --results")[0]
     foot = (
-        f"AdamW: `{command}`. "
+        f"{floor_words(rows)}AdamW: `{command}`. "
         f"The last two rows come from {source(norms, NORMS)} and {source(attention, ATTENTION)}. "
         "All rows, losses too, are in [benchmarks/results](benchmarks/results)."
     )
