@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ops_math import checks
+import ops_math as om
+from ops_math import backends, checks
+from ops_math.backends import inductor
 from ops_math.cli.bench import contenders, liger, rivals, show, steps, workloads
 from ops_nn.models import build
 
@@ -17,10 +19,10 @@ SMALL = steps.Setup(2, 32, torch.float32, False)
 def test_a_name_is_words_joined_by_plus_in_any_order():
     packed = contenders.variant_of("packed+graphed+adamw")
     assert packed == contenders.variant_of("adamw+ops+graphed+packed")
-    assert packed == contenders.Variant("ops", True, True, True, False, "fixed", 0)
+    assert packed == contenders.Variant("ops", True, True, True, False, False, "fixed", 0)
     assert contenders.variant_of("lean").lean
     assert [contenders.variant_of(f"packed{word}").level for word in ("", "+level1", "+level2")] == [0, 1, 2]
-    assert contenders.variant_of("plain+documents") == contenders.Variant("plain", False, False, False, False, "documents", 0)
+    assert contenders.variant_of("plain+documents") == contenders.Variant("plain", False, False, False, False, False, "documents", 0)
     for name in steps.VARIANTS:
         contenders.variant_of(name)
 
@@ -30,6 +32,18 @@ def test_a_name_that_means_nothing_is_refused_in_words(name):
     with pytest.raises(checks.ArgumentError) as error:
         contenders.variant_of(name)
     assert str(error.value) == f"bench step: a variant must be {contenders.HOW}; got {name!r}. Write it like packed+graphed."
+
+
+@pytest.mark.skipif(bool(inductor.unavailable(backends.device_of(torch.device("cpu")))), reason="missing capability: a C++ compiler")
+def test_operators_in_their_compiled_form_are_those_that_run():
+    assert set(contenders.compiled_operators()) == {"rms_norm", "glu", "rope"}
+    with pytest.raises(checks.ArgumentError, match="bench step: inductor must be used with our operators; got 'plain\\+inductor'"):
+        contenders.variant_of("plain+inductor")
+    runner = contenders.Runner("llama-tiny", "inductor", 1, 16, torch.float32, False, "cpu")
+    om.reset_stats()
+    runner.train()
+    ran = {row.op: row.implementation for row in om.stats().rows if row.op in contenders.compiled_operators() and row.phase == "fwd"}
+    assert ran == dict.fromkeys(("rms_norm", "glu", "rope"), "inductor")
 
 
 def test_packed_weights_are_ours():

@@ -8,18 +8,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ops_math import checks
+from ops_math import catalog, checks
 from ops_math.cli.bench import liger, workloads
 from ops_math.graphs import graphed_step
 from ops_math.recompute import recompute_norms
 from ops_math.repeatable import determinism
+from ops_math.settings import force
 from ops_nn.models import build
 
 PLAIN, COMPILE, LIGER, OURS = "plain", "compile", "liger", "ops"
 # packed: weights that share an input laid together; graphed: the whole step replayed as one CUDA graph; adamw: ops_nn.optim.AdamW;
-# lean: outputs of norms made again in the backward; level1, level2: under `ops_math.determinism` at that level
-PACKED, GRAPHED, ADAMW, LEAN = "packed", "graphed", "adamw", "lean"
-BASES, EXTRAS = (PLAIN, COMPILE, LIGER, OURS), (PACKED, GRAPHED, ADAMW, LEAN)
+# lean: outputs of norms made again in the backward; inductor: operators in their compiled form where they have one (on a CPU), as a
+# calibration would choose it; level1, level2: under `ops_math.determinism` at that level
+PACKED, GRAPHED, ADAMW, LEAN, INDUCTOR = "packed", "graphed", "adamw", "lean", "inductor"
+BASES, EXTRAS = (PLAIN, COMPILE, LIGER, OURS), (PACKED, GRAPHED, ADAMW, LEAN, INDUCTOR)
 LEVELS = ("level1", "level2")
 WORK = (workloads.DOCUMENTS, workloads.PADDED, workloads.TRIMMED)
 HOW = (
@@ -38,14 +40,15 @@ class Setup(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What a variant's name says: whose operators, what of ours besides, which optimizer, what is kept, on what work, and how
-    deterministic."""
+    """What a variant's name says: whose operators, what of ours besides, which optimizer, what is kept, in which form, on what work, and
+    how deterministic."""
 
     base: str
     pack: bool
     graph: bool
     adamw: bool
     lean: bool
+    inductor: bool
     work: str
     level: int
 
@@ -61,14 +64,19 @@ def variant_of(name: str) -> Variant:
     if not known or len(set(words)) < len(words) or max(len(bases), len(work), len(levels)) > 1:
         checks.fail("bench step", "a variant", HOW, repr(name), "Write it like packed+graphed.")
     base = bases[0] if bases else OURS
-    for word in (PACKED, LEAN):
+    for word in (PACKED, LEAN, INDUCTOR):
         if word in words and base != OURS:
             checks.fail("bench step", word, "used with our operators", repr(name), "Leave one of them out.")
     if base == LIGER and workloads.DOCUMENTS in words:
         checks.fail("bench step", "documents", "used without liger, whose attention is PyTorch's", repr(name), "Leave one of them out.")
-    pack, graph, adamw, lean = (word in words for word in EXTRAS)
+    pack, graph, adamw, lean, inductor = (word in words for word in EXTRAS)
     level = LEVELS.index(levels[0]) + 1 if levels else 0
-    return Variant(base, pack, graph, adamw, lean, work[0] if work else workloads.FIXED, level)
+    return Variant(base, pack, graph, adamw, lean, inductor, work[0] if work else workloads.FIXED, level)
+
+
+def compiled_operators() -> dict[str, str]:
+    """The operators that have a compiled form on a CPU, as `force` takes them."""
+    return {name: INDUCTOR for name, one in catalog.operators().items() if any(i.name == INDUCTOR for i in one.implementations())}
 
 
 class Runner:
@@ -115,7 +123,8 @@ class Runner:
 
     def train(self) -> torch.Tensor:
         """Forward, backward, optimizer."""
-        with determinism(self.kind.level) if self.kind.level else nullcontext():
+        compiled = force(**compiled_operators()) if self.kind.inductor else nullcontext()
+        with determinism(self.kind.level) if self.kind.level else nullcontext(), compiled:
             loss = self.loss()
             loss.backward()
             self.optimizer.step()
