@@ -19,16 +19,9 @@ from ops_math.ops._tiles.activation import activate, activate_with_slope
 from ops_math.ops._tiles.walk import GROUP, multiple_of, num_tiles, tail, tail_of_pairs, whole_groups
 from ops_math.ops.glu import triton_gpu_halves as halves
 from ops_math.ops.glu.problem import GluProblem
+from ops_math.ops.glu.triton_gpu_config import Config
 from ops_math.ops.glu.triton_gpu_gelu import launch_activation
 from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, few_warps, next_power_of_2
-
-
-class Config(NamedTuple):
-    """Values a tile, warps, and whether halves of an odd width are handled by fours (`triton_gpu_halves`)."""
-
-    block: int
-    num_warps: int
-    by_fours: bool = False
 
 
 def supports(p: GluProblem, device: Device, phase: str) -> str | None:

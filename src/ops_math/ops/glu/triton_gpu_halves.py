@@ -9,8 +9,6 @@ than twelve values that are in no four at its ends come value by value.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -18,10 +16,8 @@ import triton.language as tl
 from ops_math.backends.launch import launch
 from ops_math.ops._tiles.activation import activate, activate_with_slope
 from ops_math.ops.glu.problem import GluProblem
+from ops_math.ops.glu.triton_gpu_config import Config
 from ops_math.spec import ITEM_SIZE
-
-if TYPE_CHECKING:
-    from ops_math.ops.glu.triton_gpu import Config
 
 LEAST = 256  # columns; narrower rows leave most threads idle
 ENDS = tl.constexpr(16)

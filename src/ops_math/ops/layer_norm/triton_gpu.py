@@ -7,8 +7,6 @@ A pointer that is None stands for a tensor that is absent, and compiles to nothi
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +22,7 @@ from ops_math.ops.layer_norm import triton_gpu_columns as columns
 from ops_math.ops.layer_norm import triton_gpu_ends as cut
 from ops_math.ops.layer_norm import triton_gpu_held
 from ops_math.ops.layer_norm.problem import LayerNormProblem, total_dtype
+from ops_math.ops.layer_norm.triton_gpu_config import Config
 from ops_math.rng import honoured, threshold
 from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, next_power_of_2
 
@@ -35,25 +34,6 @@ COLUMNS_M, COLUMNS_N = 16, 256  # tile of the sums over rows of wide problems
 SUM_M, SUM_N = 128, 32  # tile of the sum of partials
 WIDE_PASSES = {"fwd": 1.6, "bwd": 1.8}  # H200, bf16, 28,672 columns: 0.63 and 0.56 of a copy, where PyTorch's own reach 0.53 and 0.37
 GENERAL_PASSES = 5.6  # of the wide backward with dropout, a bias of x or a narrow copy: 0.18
-
-
-class Config(NamedTuple):
-    """Rows a tile, columns a tile, warps, programs, rows loaded ahead (1: none), columns at the ends of a row (0: rows are not cut).
-
-    Where `blocks` is not 0, the backward of a wide row holds the sums of so many blocks in registers, and loads blocks ahead (all: they are
-    kept for the second walk); where `by_columns`, tiles are of the kernel that makes gradients of rows and sums of columns at once, from
-    the rows' means. `late` programs of cut rows copy the parameters to where they are on the grid, and read them for each row.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_programs: int
-    num_stages: int
-    ends: int = 0
-    blocks: int = 0
-    by_columns: bool = False
-    late: bool = False
 
 
 def supports(p: LayerNormProblem, device: Device, phase: str) -> str | None:

@@ -6,8 +6,6 @@ lie in registers until the last row, where that one added them up across warps f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -18,10 +16,8 @@ from ops_math.ops._tiles.ends import load_part
 from ops_math.ops._tiles.rows import layer_norm_gradient
 from ops_math.ops._tiles.walk import multiple_of
 from ops_math.ops.layer_norm.problem import LayerNormProblem
+from ops_math.ops.layer_norm.triton_gpu_config import Config
 from ops_math.spec import cdiv
-
-if TYPE_CHECKING:
-    from ops_math.ops.layer_norm.triton_gpu import Config
 
 MEANS_BLOCK = 4096
 

@@ -7,8 +7,6 @@ start off the 16-byte grid are cut as `ops_math.ops._tiles.ends` says, where END
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -18,10 +16,8 @@ from ops_math.layout import alignment
 from ops_math.ops._tiles.ends import boundary, cut_of, end_columns, load_part, shifted, sums_of_row
 from ops_math.ops._tiles.walk import multiple_of
 from ops_math.ops.layer_norm.problem import LayerNormProblem
+from ops_math.ops.layer_norm.triton_gpu_config import Config
 from ops_math.ops.layer_norm.triton_gpu_ends import store_gradient
-
-if TYPE_CHECKING:
-    from ops_math.ops.layer_norm.triton_gpu import Config
 
 
 @triton.jit

@@ -7,8 +7,6 @@ A pointer that is None stands for a tensor that is absent, and compiles to nothi
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +20,7 @@ from ops_math.ops._tiles.walk import multiple_of
 from ops_math.ops.rms_norm import triton_gpu_ends as cut
 from ops_math.ops.rms_norm import triton_gpu_held
 from ops_math.ops.rms_norm.problem import RmsNormProblem
+from ops_math.ops.rms_norm.triton_gpu_config import Config
 from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, next_power_of_2
 
 WIDEST = {"fwd": 16384, "bwd": 8192}  # columns held in registers; the backward holds the sums of the weight's gradient too
@@ -32,23 +31,6 @@ COLUMNS_M, COLUMNS_N = 16, 256  # tile of the sums over rows of wide problems
 SUM_M, SUM_N = 128, 32  # tile of the sum of partials
 TWICE_PASSES = 3.9  # of a wide backward whose sums nobody can hold (28,672 columns: 0.26 of a copy)
 WIDE_PASSES = {"fwd": 1.3, "bwd": 1.7}  # H200, bf16, 28,672 columns: 0.77 and 0.60 of a copy, where PyTorch's own reach 0.59 and 0.37
-
-
-class Config(NamedTuple):
-    """Rows a tile, columns a tile, warps, programs, rows loaded ahead (1: none), columns at the ends of a row (0: rows are not cut).
-
-    `sums_on_the_way` is of the wide backward: the weight's gradient is summed by the programs that make dx, not by others afterwards. So
-    it is where `blocks` is not 0: sums of so many blocks are held in registers, and it is blocks that are loaded ahead.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_programs: int
-    num_stages: int
-    ends: int = 0
-    sums_on_the_way: bool = False
-    blocks: int = 0
 
 
 def supports(p: RmsNormProblem, device: Device, phase: str) -> str | None:
