@@ -20,7 +20,7 @@ WITH_KERNELS = [n for n, op in catalog.operators().items() if any(i.name == "tri
 # Bytes a thread that the default configurations may keep on the stack: of the norms backward, at rows whose sums take all registers (16 at
 # 8,001 columns in fp32 on sm_90 and at 16,001 in bf16 on sm_100, Triton 3.9). Attention's are of dk/dv at width 128 where a sequence
 # ends inside a tile: the fastest of five on an H200 all the same.
-ALLOWED_SPILLS = {"layer_norm": 16, "rms_norm": 16, "attention": 152, "linear_cross_entropy": 8}
+ALLOWED_SPILLS = {"layer_norm": 16, "rms_norm": 16, "attention": 160, "linear_cross_entropy": 8}
 SOURCE = Path(__file__).parents[2] / "src"
 
 
