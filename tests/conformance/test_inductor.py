@@ -16,7 +16,7 @@ from ops_math.testing import conformance
 CPU = backends.device_of(torch.device("cpu"))
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(inductor.unavailable(CPU) is not None, reason="no C++ compiler for Inductor"),
+    pytest.mark.skipif(inductor.unavailable(CPU) is not None, reason="missing capability: a C++ compiler"),
 ]
 OPERATORS = [name for name, op in catalog.operators().items() if any(i.name == "inductor" for i in op.implementations())]
 SAMPLED = {

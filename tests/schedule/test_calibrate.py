@@ -378,7 +378,7 @@ def test_a_disk_or_a_device_without_room_costs_a_sentence(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(inductor.unavailable(CPU) is not None, reason="no C++ compiler for Inductor")
+@pytest.mark.skipif(inductor.unavailable(CPU) is not None, reason="missing capability: a C++ compiler")
 def test_what_compiles_is_tried_where_there_is_time_for_it_and_then_runs(cache):
     x = torch.randn(2048, 512)
     why = "not tried: it compiles for seconds, and there were 2 in all: give calibrate 20 s or more, with anew=True"

@@ -28,8 +28,6 @@ from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, next_power_of_2
 
 WIDEST = {"fwd": 16384, "bwd": 8192}  # columns held in registers; the backward holds two to three sums a column besides the row
 WIDE_BLOCK = 4096
-MOST_BLOCKS = 4  # of 4,096 columns in 16 bits, whose sums one program holds in registers, and the row in its L1 cache
-KEPT_BLOCKS = 3  # where it has the row in registers too
 COLUMNS_M, COLUMNS_N = 16, 256  # tile of the sums over rows of wide problems
 SUM_M, SUM_N = 128, 32  # tile of the sum of partials
 WIDE_PASSES = {"fwd": 1.6, "bwd": 1.8}  # H200, bf16, 28,672 columns: 0.63 and 0.56 of a copy, where PyTorch's own reach 0.53 and 0.37
@@ -68,7 +66,7 @@ def configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ..
     whole, cut_too = invariant_configs(p, device, phase), tuple(c for c in _held_configs(p, device, phase) if c.ends)
     if phase == "bwd" and off_grid(p.cols) and p.cols <= WIDEST[phase] and not (p.dropout_p or p.x_bias or p.narrow):
         return (*whole, *_cut_configs(p, device, phase))
-    return (*cut_too, *whole) if cut_too and cut_too[0].blocks <= KEPT_BLOCKS else (*whole, *cut_too)
+    return (*cut_too, *whole) if cut_too and cut_too[0].blocks <= triton_gpu_held.KEPT_BLOCKS else (*whole, *cut_too)
 
 
 def _cut_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
@@ -158,9 +156,8 @@ def _held_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Conf
     """For wide rows: the sums of the parameters' gradients in registers."""
     if p.cols <= WIDEST["bwd"] or not _plain_bwd(p, phase):
         return ()
-    return tuple(
-        Config(*fields) for fields in held(p.rows, p.cols, 2 * MOST_BLOCKS // ITEM_SIZE[p.x], 2 * KEPT_BLOCKS // ITEM_SIZE[p.x], device)
-    )
+    most, kept = (2 * blocks // ITEM_SIZE[p.x] for blocks in (triton_gpu_held.MOST_BLOCKS, triton_gpu_held.KEPT_BLOCKS))
+    return tuple(Config(*fields) for fields in held(p.rows, p.cols, most, kept, device))
 
 
 def _columns_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:

@@ -25,8 +25,6 @@ from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, next_power_of_2
 
 WIDEST = {"fwd": 16384, "bwd": 8192}  # columns held in registers; the backward holds the sums of the weight's gradient too
 WIDE_BLOCK = 4096
-MOST_BLOCKS = 7  # of 4,096 columns in 16 bits, whose sums one program holds in registers, and the row in its L1 cache
-KEPT_BLOCKS = 4  # where it has the row in registers too
 COLUMNS_M, COLUMNS_N = 16, 256  # tile of the sums over rows of wide problems
 SUM_M, SUM_N = 128, 32  # tile of the sum of partials
 TWICE_PASSES = 3.9  # of a wide backward whose sums nobody can hold (28,672 columns: 0.26 of a copy)
@@ -127,7 +125,7 @@ def invariant_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Co
 
 def _holds_sums(p: RmsNormProblem) -> bool:
     """Whether the backward of wide rows has sums of the weight's gradient to hold, and registers for them."""
-    blocks = 2 * MOST_BLOCKS // ITEM_SIZE[p.x]
+    blocks = 2 * triton_gpu_held.MOST_BLOCKS // ITEM_SIZE[p.x]
     return p.need_dx and bool(p.weight) and p.need_dw and p.cols <= WIDE_BLOCK * blocks
 
 
@@ -135,10 +133,8 @@ def _held_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config
     """For wide rows: the sums of the weight's gradient in registers."""
     if phase == "fwd" or p.cols <= WIDEST["bwd"] or not (p.need_dx and p.weight and p.need_dw):
         return ()
-    return tuple(
-        Config(*fields, False, blocks)
-        for *fields, blocks in held(p.rows, p.cols, 2 * MOST_BLOCKS // ITEM_SIZE[p.x], 2 * KEPT_BLOCKS // ITEM_SIZE[p.x], device)
-    )
+    most, kept = (2 * blocks // ITEM_SIZE[p.x] for blocks in (triton_gpu_held.MOST_BLOCKS, triton_gpu_held.KEPT_BLOCKS))
+    return tuple(Config(*fields, False, blocks) for *fields, blocks in held(p.rows, p.cols, most, kept, device))
 
 
 def _whole_configs(p: RmsNormProblem, device: Device) -> tuple[Config, ...]:

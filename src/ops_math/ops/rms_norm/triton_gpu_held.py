@@ -19,6 +19,9 @@ from ops_math.ops.rms_norm.problem import RmsNormProblem
 from ops_math.ops.rms_norm.triton_gpu_config import Config
 from ops_math.ops.rms_norm.triton_gpu_ends import store_gradient
 
+MOST_BLOCKS = 7  # of 4,096 columns in 16 bits, whose sums one program holds in registers, and the row in its L1 cache
+KEPT_BLOCKS = 4  # where it has the row in registers too
+
 
 @triton.jit
 def _weighted(g, weight_ptr, cols, mask, weight_offset):
