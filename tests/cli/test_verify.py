@@ -41,6 +41,15 @@ def test_every_implementation_is_named_and_one_that_cannot_run_here_says_why(cap
     assert "largest element: " in shown.out
 
 
+def test_an_implementation_that_no_case_reaches_is_not_called_right(capsys):
+    """A dropout that drops nothing calls no kernel, so that case alone says nothing about one."""
+    code, shown = run("dropout", "--implementation", "triton_gpu", "--dtypes", "bf16", capsys=capsys)
+    assert code == 1
+    assert "nothing could be judged" in shown.out
+    assert "Triton kernels need a GPU" in shown.out
+    assert "none dropped in bf16: calls no implementation" in shown.out
+
+
 def test_a_fault_in_an_operator_of_ours_is_named_and_the_exit_code_is_1(capsys):
     fault = Fault("gradient scaled", "bwd", on_output(0, lambda t: t * 1.01))
     operator = catalog.operators()["gelu"]

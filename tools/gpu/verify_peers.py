@@ -31,6 +31,7 @@ from ops_math import catalog, settings
 from ops_math.testing import verify
 
 ROOT = Path(__file__).parents[2]
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # many processes of many threads take ten times as long
 DISTRIBUTION = {
     "torch": "torch",
     "liger": "liger-kernel",
@@ -279,7 +280,9 @@ def asked(given: argparse.Namespace, library: str, name: str) -> dict[str, Any]:
     own = ["--one", f"{library}/{name}", "--device", given.device, "--dtypes", given.dtypes, *(["--faults"] if given.faults else [])]
     begun = time.monotonic()
     try:
-        done = subprocess.run([sys.executable, __file__, *own], capture_output=True, text=True, timeout=given.limit, check=False)
+        done = subprocess.run(
+            [sys.executable, __file__, *own], capture_output=True, text=True, timeout=given.limit, check=False, env=ONE_THREAD
+        )
     except subprocess.TimeoutExpired:
         return {"not_judged": f"took more than {given.limit:.0f} s"}
     seconds = {"seconds": round(time.monotonic() - begun, 1)}

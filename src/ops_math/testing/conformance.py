@@ -125,6 +125,14 @@ def able(operator: Operator, case: Case, dtype: str, implementation: str, device
     return None
 
 
+def reaches(operator: Operator, case: Case, dtype: str, implementation: str, device: str) -> bool:
+    """Whether the case calls the operator at all: a dropout that drops nothing returns its input."""
+    call = case.make(Draw(1, dtype, device))
+    with settings.force(**{operator.name: implementation}):
+        seen = watch(lambda: run(operator.public[case.fn], call, case.frozen, rounded=DTYPE_OF[dtype]))
+    return any(one.operator == operator.name for one in seen.calls)
+
+
 def check_budget(operator: Operator, case: Case, dtype: str, implementation: str, device: str = "cpu") -> list[str]:
     """The implementation is as right as eager in the same dtype, output by output and gradient by gradient."""
     broken = judge_for(operator, case, dtype, device).verdict(implementation)

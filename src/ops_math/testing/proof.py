@@ -31,6 +31,7 @@ class _Tally:
         self.margins: dict[str, Margin] = {}
         self.found: dict[tuple[str, str], tuple[str, list[str]]] = {}
         self.skipped: dict[str, list[str]] = {}
+        self.reached = False  # the implementation, by any case
 
     def count(self, check: str) -> None:
         self.tried[check] = self.tried.get(check, 0) + 1
@@ -72,12 +73,17 @@ def prove(
                 continue
             say(f"{operator.name}.{implementation}: {case.name} in {dtype}")
             able[dtype].append(case)
+            tally.reached = tally.reached or conformance.reaches(operator, case, dtype, implementation, device)
             _budget(operator, implementation, device, case, dtype, tally)
             for name, check in BEHAVIOUR.items() if behaviour and dtype == next(d for d in case.dtypes if d in dtypes) else ():
                 tally.count(name)
                 for sentence in check(operator, case, dtype, implementation, device):
                     tally.wrong(name, "", sentence, f"{case.name} in {dtype}")
-    caught, alive = _faults(operator, implementation, device, able, say) if faults and not tally.found else ({}, [])
+    if not tally.reached and not tally.found:  # what was judged is what needs no implementation
+        idle = [f"{case.name} in {dtype}" for dtype, cases in able.items() for case in cases]
+        tally.tried, tally.margins = {}, {}
+        tally.skipped |= {"calls no implementation": idle} if idle else {}
+    caught, alive = _faults(operator, implementation, device, able, say) if faults and tally.reached and not tally.found else ({}, [])
     findings = tuple(Finding(c, o, words, tuple(where)) for (c, o), (words, where) in tally.found.items())
     tried, margins = tuple(tally.tried.items()), in_order(tally.margins)
     skipped = tuple(f"{len(where)} cases, the first {where[0]}: {why}" for why, where in tally.skipped.items())
