@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ops_math import checks
+from ops_math.cli.train.batches import Batch, seed_of
 from ops_math.cli.train.config import LABELS, TrainConfig
-from ops_math.cli.train.data import Batch, seed_of
 
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 LARGEST_NORM = 1.0

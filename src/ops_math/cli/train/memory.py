@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ops_math import settings
 from ops_math.cli.train import variants
+from ops_math.cli.train.batches import Batch
 from ops_math.cli.train.config import TrainConfig
-from ops_math.cli.train.data import Batch
 from ops_math.cli.train.engine import Run, synchronise
 
 WARMUP_STEPS = 2

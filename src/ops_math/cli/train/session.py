@@ -10,9 +10,10 @@ from torch import nn
 
 from ops_math import checks
 from ops_math.cli.train import capacity, checkpoint, variants
+from ops_math.cli.train.batches import generator
 from ops_math.cli.train.checkpoint import State
 from ops_math.cli.train.config import COMMAND, COMPILED, PLAIN, TrainConfig
-from ops_math.cli.train.data import Data, generator
+from ops_math.cli.train.data import Data
 from ops_math.cli.train.engine import Run
 
 NOISE_FLOOR_STEPS = 20

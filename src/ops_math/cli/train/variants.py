@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ops_math import checks
+from ops_math.cli.train.batches import seed_of
 from ops_math.cli.train.config import COMPILED, OPS_MATH, TrainConfig
-from ops_math.cli.train.data import seed_of
 from ops_math.cli.train.engine import Run
 from ops_nn.models import build
 

@@ -1,0 +1,243 @@
+"""Whether training with our operators gives plain PyTorch's loss curve: not the same numbers, but none that plain PyTorch could not give.
+
+Plain PyTorch is trained several times, from weights that differ by rounding or, where the model drops out, with other masks; what is
+trained otherwise must lie as close to one of these runs as they lie to each other, within a factor (`verdict`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ops_math import checks
+from ops_math.cli.bench import steps as whole_steps
+from ops_math.cli.bench import text
+from ops_math.cli.bench.contenders import PLAIN, Runner, Setup, variant_of
+from ops_math.cli.bench.workloads import FIXED
+from ops_math.cli.train.batches import Batch
+from ops_math.schedule.ceilings import synchronize
+from ops_nn.models import PRESETS, BertConfig
+
+SETUPS = whole_steps.SETUPS | {"bert-tiny": Setup(8, 128, torch.float32, True)}
+STEPS, RUNS, WINDOW, POINT = 200, 2, 20, 10
+WARMUP_SHARE = 0.2  # of the steps, then the rate is constant
+# How many of the weights' elements move by one ulp. In fp32 all: an operator's roundings are as fine as the weights' and there are many.
+# In bf16 every twelfth, which is in all as much as one rounding of the weights (1/sqrt(12) ulp): all of them would move the loss of
+# llama-tiny by 1e-2, as much as input gradients of norms that are 1 % wrong, and hide these.
+MOVED = {torch.float32: 1.0, torch.bfloat16: 1 / 12}
+# With three plain runs, a fourth is as far away as this by chance one time in 18 if all windows move together, one in 10,000 if each
+# moves by itself; with two it would be one in 5 and one in 90, with four one in 65 (simulated, normal noise).
+FACTOR = 2.0
+FEWEST = 2  # plain runs beyond the first
+# The inputs of branches beside a residual sum. Behind it, where BERT has its norms, a wrong factor would be the whole gradient's, which
+# AdamW does not see.
+BRANCHES = ("LlamaRMSNorm", "BertIntermediate")
+
+
+class Curve(NamedTuple):
+    """One run: its variant, which run of it, losses before each step's update [nats per token], and its speed after the first steps."""
+
+    variant: str
+    run: str
+    losses: tuple[float, ...]
+    steps_per_s: float
+
+    def means(self, width: int) -> list[float]:
+        """Mean losses of windows of `width` steps; a shorter rest counts to the last window."""
+        return windows(self.losses, width)
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.variant}, {self.run}" if self.run else self.variant
+
+
+class Verdict(NamedTuple):
+    """A curve against the plain ones.
+
+    Attributes:
+        floor: the greatest distance between two plain runs; a distance of two curves is the greatest over windows, of mean losses.
+        distance: from the nearest plain run.
+        offset: mean over all steps of the loss less the plain runs' mean loss.
+    """
+
+    floor: float
+    distance: float
+    offset: float
+
+    @property
+    def coincides(self) -> bool:
+        """Whether the distance is at most `FACTOR` times the floor."""
+        return self.distance <= FACTOR * self.floor
+
+    def __str__(self) -> str:
+        times = f"{self.distance / self.floor:.2f} of the floor" if self.floor else "and the plain runs are the same to the last bit"
+        word = "coincides" if self.coincides else "DIFFERS"
+        return f"{word}: {self.distance:.2e} from the nearest plain run, {times} {self.floor:.2e}, mean offset {self.offset:+.1e}"
+
+
+def windows(losses: Sequence[float], width: int) -> list[float]:
+    """Mean losses of windows of `width` steps; a shorter rest counts to the last window."""
+    count = max(1, len(losses) // width)
+    return [statistics.fmean(losses[i * width : (i + 1) * width if i + 1 < count else None]) for i in range(count)]
+
+
+def distance(a: Curve, b: Curve, width: int = WINDOW) -> float:
+    """The greatest difference of two curves over windows; infinite where a loss is no number."""
+    both = zip(a.means(width), b.means(width), strict=True)
+    return max(abs(x - y) if math.isfinite(x) and math.isfinite(y) else math.inf for x, y in both)
+
+
+def verdict(plain: Sequence[Curve], other: Curve, width: int = WINDOW) -> Verdict:
+    """Hold a curve to those of plain PyTorch.
+
+    Raises: ArgumentError for too few plain runs, or one whose loss is no number.
+    """
+    if len(plain) <= FEWEST or not all(math.isfinite(x) for one in plain for x in one.losses):
+        needs = f"at least {FEWEST + 1} of plain PyTorch with finite losses"
+        checks.fail("bench curves", "runs", needs, f"{len(plain)} runs", "Take more runs, or a lower rate.")
+    floor = max(distance(a, b, width) for i, a in enumerate(plain) for b in plain[:i])
+    ordinary = statistics.fmean(statistics.fmean(one.losses) for one in plain)
+    return Verdict(floor, min(distance(other, one, width) for one in plain), statistics.fmean(other.losses) - ordinary)
+
+
+@torch.no_grad()
+def perturb(model: nn.Module, seed: int) -> None:
+    """Move elements of matrices to the next larger or smaller number; vectors stay, since bf16 ones (norms) would never move back."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            seed += 1_000_003
+            generator = torch.Generator(parameter.device).manual_seed(seed)
+            drawn = torch.rand(parameter.shape, generator=generator, device=parameter.device)
+            half = MOVED[parameter.dtype] / 2
+            toward = torch.where(drawn < half, torch.inf, -torch.inf).to(parameter.dtype)
+            parameter.copy_(torch.where(drawn < 2 * half, torch.nextafter(parameter, toward), parameter))
+
+
+class _Scaled(torch.autograd.Function):
+    """The identity, with a wrong gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+def plant(model: nn.Module, factor: float) -> None:
+    """Multiply the input gradients of a plain model's branches by a factor: a fault, to see whether it would be found."""
+    found = [module for module in model.modules() if type(module).__name__ in BRANCHES]
+    assert found, "no branch to plant a fault in"
+    for module in found:
+        module.register_forward_pre_hook(lambda _, given: (_Scaled.apply(given[0], factor), *given[1:]))
+
+
+def rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up, then constant."""
+    return peak * min(1.0, (step + 1) / max(1.0, WARMUP_SHARE * steps))
+
+
+def train(runner: Runner, batches: Sequence[Batch], peak: float, run: str = "", seed: int = 0) -> Curve:
+    """Train on one batch after the other; losses stay on the device until the end.
+
+    Args:
+        runner: a model with its optimizer, whose inputs are overwritten.
+        batches: of all steps, on the runner's device.
+        peak: learning rate after the warm-up.
+        run: what the run is called.
+        seed: of PyTorch's generators, from which masks come.
+    """
+    device, count = torch.device(runner.device), len(batches)
+    torch.manual_seed(seed)
+    losses = torch.full((count,), torch.nan, device=device)
+    settled, start = min(10, count // 2), 0.0
+    for i, batch in enumerate(batches):
+        if i == settled:
+            synchronize(device)
+            start = time.perf_counter()
+        for name, tensor in batch.named().items():  # into the same memory, which a graph reads
+            runner.inputs[name].copy_(tensor)
+        for group in runner.optimizer.param_groups:
+            now = rate(i, count, peak)
+            group["lr"] = group["lr"].fill_(now) if isinstance(group["lr"], torch.Tensor) else now
+        losses[i].copy_(runner.step().detach())
+    synchronize(device)
+    return Curve(runner.variant, run, tuple(losses.tolist()), (count - settled) / (time.perf_counter() - start))
+
+
+class Asked(NamedTuple):
+    """What to train: a preset in a setup, with how many steps, plain runs beyond the first, and which peak rate; `planted` is the factor
+    of a fault in one more plain run, None for no such run."""
+
+    model: str
+    setup: Setup
+    variants: tuple[str, ...]
+    device: str
+    steps: int = STEPS
+    runs: int = RUNS
+    peak: float | None = None
+    planted: float | None = None
+    seed: int = 0
+
+    @property
+    def lr(self) -> float:
+        """The peak rate, by default the preset's."""
+        return PRESETS[self.model].learning_rate if self.peak is None else self.peak
+
+    @property
+    def drops(self) -> bool:
+        """Whether runs differ by dropout masks anyway."""
+        config = PRESETS[self.model].config
+        return isinstance(config, BertConfig) and max(config.hidden_dropout, config.attention_dropout) > 0
+
+
+def check(asked: Asked) -> None:
+    """Refuse what cannot be judged, before anything is trained.
+
+    Raises: ArgumentError for too few runs or steps, or a variant that is plain or works on batches of another kind.
+    """
+    for name, value, least in (("--runs", asked.runs, FEWEST), ("--steps", asked.steps, 2)):
+        if value < least:
+            checks.fail("bench curves", name, f"at least {least}", str(value), "Of fewer the spread says nothing.")
+    for variant in asked.variants:
+        if variant == PLAIN or variant_of(variant).work != FIXED:
+            checks.fail("bench curves", "--variants", "other than plain, on full sequences", repr(variant), "Name e.g. packed+adamw.")
+
+
+def measure(asked: Asked, tokens: text.Tokens) -> Iterator[Curve]:
+    """Train plain PyTorch, each variant, plain PyTorch again and again, and with the planted fault, one after the other.
+
+    The same weights, but for the perturbation, and the same batches for all; memory is freed between runs.
+    """
+    check(asked)
+    made = text.batches(tokens, PRESETS[asked.model], asked.setup.batch, asked.setup.seq, asked.steps, asked.seed)
+    device = torch.device(asked.device)
+    batches = [batch.to(device) for batch in made]
+
+    def one(variant: str, run: str = "", number: int = 0, prepare: Callable[[nn.Module], None] | None = None) -> Curve:
+        whole_steps.free()
+        runner = Runner(asked.model, variant, *asked.setup, asked.device, asked.seed)
+        if prepare is not None:
+            prepare(runner.model)
+        return train(runner, batches, asked.lr, run, asked.seed + number)
+
+    yield one(PLAIN)
+    for variant in asked.variants:
+        yield one(variant)
+    for number in range(1, asked.runs + 1):
+        if asked.drops:
+            yield one(PLAIN, f"other masks {number}", number)
+        else:
+            yield one(PLAIN, f"weights moved {number}", number, lambda model, k=number: perturb(model, k))  # type: ignore[misc]
+    if asked.planted is not None:
+        factor = asked.planted
+        yield one(PLAIN, f"gradients times {factor:g}", asked.runs + 1 if asked.drops else 0, lambda model: plant(model, factor))
