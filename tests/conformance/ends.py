@@ -175,8 +175,10 @@ def on_the_way(sizes: tuple[tuple[int, int], ...]) -> list[str]:
             found += [f"{title}, {rows} x {cols}, {name}, cut: off by {gap:.2g}" for title, gap in gaps.items() if not gap <= LIMIT]
         gaps = {
             "rms_norm in memory": _wide_rms(rows, cols, LAYOUTS["dense"], sums_on_the_way=True),
-            "rms_norm held": _wide_rms(rows, cols + 3, LAYOUTS["same cut"], blocks=3),
-            "layer_norm held": _wide_layer(rows, cols + 3, LAYOUTS["same cut"], blocks=3),
+            "rms_norm held": _wide_rms(rows, cols + 3, LAYOUTS["same cut"], 2, blocks=3),
+            "rms_norm kept": _wide_rms(rows, cols + 3, LAYOUTS["same cut"], 3, blocks=3),
+            "layer_norm held": _wide_layer(rows, cols + 3, LAYOUTS["same cut"], 2, blocks=3),
+            "layer_norm kept": _wide_layer(rows, cols + 3, LAYOUTS["same cut"], 3, blocks=3),
             "layer_norm by columns": _wide_layer(rows, cols, LAYOUTS["another cut"], by_columns=True),
         }
         found += [f"{title}, {rows} x {cols}: off by {gap:.2g}" for title, gap in gaps.items() if not gap <= LIMIT]

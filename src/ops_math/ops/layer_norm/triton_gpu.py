@@ -14,7 +14,7 @@ import triton.language as tl
 from ops_math.backends.launch import launch
 from ops_math.dispatch import absent
 from ops_math.layout import alignment, as_rows
-from ops_math.ops._tiles.ends import held, off_grid, persistent, same_cut, widths
+from ops_math.ops._tiles.ends import held, held_blocks, off_grid, persistent, same_cut, widths
 from ops_math.ops._tiles.philox import keep_tile
 from ops_math.ops._tiles.rows import layer_norm_gradient, merged_moments, moments
 from ops_math.ops._tiles.walk import multiple_of
@@ -30,7 +30,9 @@ WIDEST = {"fwd": 16384, "bwd": 8192}  # columns held in registers; the backward 
 WIDE_BLOCK = 4096
 COLUMNS_M, COLUMNS_N = 16, 256  # tile of the sums over rows of wide problems
 SUM_M, SUM_N = 128, 32  # tile of the sum of partials
-WIDE_PASSES = {"fwd": 1.6, "bwd": 1.8}  # H200, bf16, 28,672 columns: 0.63 and 0.56 of a copy, where PyTorch's own reach 0.53 and 0.37
+# H200, bf16, 28,672 columns: 0.63 and 0.56 of a copy, where PyTorch's own reach 0.53 and 0.37; 16,384 and 12,288 columns, whose sums are
+# held, and whose rows are kept too: 0.63 and 0.82.
+WIDE_PASSES, HELD_PASSES, KEPT_PASSES = {"fwd": 1.6, "bwd": 1.8}, 1.6, 1.3
 GENERAL_PASSES = 5.6  # of the wide backward with dropout, a bias of x or a narrow copy: 0.18
 
 
@@ -48,15 +50,19 @@ def _is_wide(p: LayerNormProblem, phase: str) -> bool:
 
 def _is_cut(p: LayerNormProblem, phase: str) -> bool:
     """Whether cutting rows at the 16-byte grid pays: where they can start anywhere, and forward where they are little wider than a power
-    of two (H200, 1,164 columns: 0.71 of a copy forward where uncut rows reach 0.54, but 0.52 backward where they reach 0.53)."""
+    of two (H200, 1,164 columns: 0.73 of a copy forward where uncut rows reach 0.54, but 0.65 backward where they reach 0.68)."""
     return off_grid(p.cols, near=phase == "fwd") and p.cols <= WIDEST[phase] and not (p.dropout_p or p.x_bias or p.narrow)
 
 
 def passes(p: LayerNormProblem, phase: str) -> float:
     """Memory traffic over the least possible."""
-    if phase == "bwd" and _is_wide(p, phase) and not _plain_bwd(p, phase):
+    if not _is_wide(p, phase) or _is_cut(p, phase):
+        return 1.0
+    if phase == "bwd" and not _plain_bwd(p, phase):
         return GENERAL_PASSES
-    return WIDE_PASSES[phase] if _is_wide(p, phase) and not _is_cut(p, phase) else 1.0
+    most, kept = _most_held(p)
+    blocks = held_blocks(p.cols)
+    return WIDE_PASSES[phase] if phase == "fwd" or blocks > most else HELD_PASSES if blocks > kept else KEPT_PASSES
 
 
 def configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
@@ -66,7 +72,11 @@ def configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ..
     whole, cut_too = invariant_configs(p, device, phase), tuple(c for c in _held_configs(p, device, phase) if c.ends)
     if phase == "bwd" and off_grid(p.cols) and p.cols <= WIDEST[phase] and not (p.dropout_p or p.x_bias or p.narrow):
         return (*whole, *_cut_configs(p, device, phase))
-    return (*cut_too, *whole) if cut_too and cut_too[0].blocks <= triton_gpu_held.KEPT_BLOCKS else (*whole, *cut_too)
+    # Each program writes sums of two parameters, as many bytes as three of its rows take, and they are read again: 663 rows are five a
+    # program, and a third of their time goes there (H200, bf16, 15,993 columns: held 0.37 of a copy and by columns 0.35, beside a third
+    # tensor 0.38 and 0.43). Of many rows both were measured at 12,001 columns, where neither keeps the row: 0.56 and 0.38.
+    read_again = bool(cut_too) and cut_too[0].blocks > _most_held(p)[1]
+    return (*whole, *cut_too) if read_again and p.rows < 8 * device.num_cores else (*cut_too, *whole)
 
 
 def _cut_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
@@ -77,30 +87,37 @@ def _cut_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Confi
     # two rounds. Rows loaded ahead spill where few registers are left (sm_90: at 8,192 backward 8 bytes).
     if phase == "fwd":
         some = 20 if p.residual else 24
-        wishes = ((2048, 16, 1, some), (2048, 32, 1, 12), (2048, 16, 1, 0), (2048, 16, 2, some), (2048, 8, 2, 32))
-        if block_n >= 8192:
-            wishes = ((2048, 32, 1, 16), (2048, 32, 1, 0), (2048, 16, 1, 32), (2048, 16, 1, 0))
+        wishes = ((2048, 16, 1, some), (2048, 32, 1, 12), (2048, 16, 1, 0))
+        if block_n in (1024, 4096):  # H200, bf16, 1,164 columns: a row of one warp 0.73 of a copy, of two 0.68; 4,287: 0.74 and 0.73
+            wishes = ((2048, 32, 1, 12), (2048, 16, 1, some), (2048, 16, 1, 0))
+        elif block_n >= 8192:  # H200, bf16, 15,993 columns: 0.65 and 0.52 of a copy; one program for each tile 0.39 and 0.35
+            wishes = ((2048, 32, 1, 16), (2048, 16, 1, 32))
         elif block_n <= 256:  # eight values a thread leave a row to one warp
             wishes = ((2048, 8, 1, 32), (2048, 8, 2, 32), (1024, 8, 1, 32), (4096, 16, 1, 32), (2048, 8, 1, 0))
     else:
-        few, some = 12 if block_n < 4096 else 16, 20 if p.dsum else 24
-        wishes = ((1024, 16, 1, 16), (1024, 16, 3, few), (1024, 16, 2, 16), (1024, 8, 3, 16), (1024, 8, 1, some))
-        if block_n >= 8192:
+        wishes = ((1024, 16, 1, 16), (1024, 16, 3, 12 if block_n < 4096 else 16), (1024, 8, 3, 16))
+        if block_n == 1024:  # H200, bf16, 1,164 columns: 0.62 and 0.53 of a copy, beside a third tensor 0.58 and 0.41
+            wishes = ((1024, 8, 3, 16), (1024, 16, 1, 16), (1024, 16, 3, 12))
+        elif block_n >= 8192:
             wishes = ((1024, 16, 1, 16), (1024, 32, 1, 16))
         elif block_n <= 256:
             wishes = ((1024, 8, 1, 16), (1024, 8, 2, 16), (2048, 8, 1, 16), (2048, 16, 1, 16), (1024, 16, 1, 16))
     found = tuple(Config(*each) for each in persistent(p.rows, p.cols, wishes, device))
-    return (*found, *_late_configs(p, device, phase))
+    if phase == "fwd" or block_n <= 256:
+        return found
+    late = _late_configs(p, device)
+    # H200, bf16: 0.65 of a copy and 0.62 at 1,164 columns; beside a third tensor there 0.51 and 0.58, but 0.80 and 0.73 at 2,163.
+    first = not p.dsum if block_n == 1024 else p.dsum and block_n in (2048, 4096)
+    return (*late, *found) if first else (*found, *late)
 
 
-def _late_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
-    """Rows cut at the 16-byte grid, with the parameters in no registers: 55 a thread of 16 values forward (sm_90, Triton 3.6)."""
-    if not (p.weight or (p.bias and phase == "fwd")):
+def _late_configs(p: LayerNormProblem, device: Device) -> tuple[Config, ...]:
+    """Backward, rows cut at the 16-byte grid, with the weight in no registers."""
+    if not p.weight:
         return ()
-    if phase == "fwd":
-        wishes = ((2048, 16, 1, 24), (2048, 32, 1, 16)) if p.residual else ((2048, 16, 1, 32), (2048, 32, 1, 20))
-    else:
-        wishes = ((1024, 16, 1, 16), (1024, 16, 3, 16), (1024, 8, 1, 24))
+    wishes = ((1024, 16, 3, 16), (1024, 8, 1, 24))
+    if widths(p.cols)[0] == 1024:
+        wishes = ((1024, 8, 1, 24), (1024, 16, 3, 16))
     return tuple(Config(*each, late=True) for each in persistent(p.rows, p.cols, wishes, device))
 
 
@@ -108,7 +125,7 @@ def invariant_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[
     """Those whose order of sums does not follow a row's place among its neighbours, best guess first."""
     if _is_wide(p, phase):
         held_whole = tuple(c for c in _held_configs(p, device, phase) if not c.ends)
-        return held_whole + _columns_configs(p, device, phase) + _wide_configs(p, device)
+        return held_whole + _columns_configs(p, device, phase) or _wide_configs(p, device)
     lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
     block_n = next_power_of_2(max(p.cols, 8 if p.dropout_p else 1))  # a tile of the mask has eight columns at least
     # Values a tile, values a thread, stages; the forward starts one program for each tile unless it loads ahead. The backward takes one
@@ -129,7 +146,11 @@ def invariant_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[
         wishes = ((1024, 16, 3), (2048, 16, 3), (1024, 8, 3), (1024, 16, 2), (1024, 16, 1), (2048, 16, 2))
         if block_n < 1024:  # sixteen values a thread spill there (sm_100, 24 bytes)
             wishes = ((1024, 8, 3), *wishes)
-    if 2 <= alignment(p.cols) < 16 and phase == "bwd" and block_n >= 4096:  # rows loaded ahead are slower or spill
+    one_by_one = alignment(p.cols) == 1 and _is_cut(p, phase)
+    if one_by_one and phase == "fwd" and block_n >= (4096 if p.residual else 8192):
+        # H200, bf16: 0.21 of a copy instead of 0.19 at 4,287 columns; at 2,163 with a residual 0.39 and 0.32, without it 0.23 and 0.25.
+        wishes = ((2048, 16, 2), *(w for w in wishes if w != (2048, 16, 2)))
+    if (one_by_one or 2 <= alignment(p.cols) < 16) and phase == "bwd" and block_n >= 4096:  # rows loaded ahead are slower or spill
         wishes = ((1024, 16, 1), *(w for w in wishes if w != (1024, 16, 1)))
     found: list[Config] = []
     for tile, values, num_stages in wishes:
@@ -156,8 +177,12 @@ def _held_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Conf
     """For wide rows: the sums of the parameters' gradients in registers."""
     if p.cols <= WIDEST["bwd"] or not _plain_bwd(p, phase):
         return ()
-    most, kept = (2 * blocks // ITEM_SIZE[p.x] for blocks in (triton_gpu_held.MOST_BLOCKS, triton_gpu_held.KEPT_BLOCKS))
-    return tuple(Config(*fields) for fields in held(p.rows, p.cols, most, kept, device))
+    return tuple(Config(*fields) for fields in held(p.rows, p.cols, *_most_held(p), device))
+
+
+def _most_held(p: LayerNormProblem) -> tuple[int, int]:
+    """Blocks whose sums are held in registers at most; and where the row is kept there too."""
+    return 2 * triton_gpu_held.MOST_BLOCKS // ITEM_SIZE[p.x], 2 * triton_gpu_held.KEPT_BLOCKS // ITEM_SIZE[p.x]
 
 
 def _columns_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
@@ -165,9 +190,11 @@ def _columns_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[C
     if not _plain_bwd(p, phase):
         return ()
     found = []
-    wishes = (4, 512, 3), (4, 256, 3), (4, 512, 1), (8, 256, 1)
-    if alignment(p.cols) < 8:  # copies ahead are of eight bytes at least
-        wishes = (4, 512, 1), (4, 512, 3), (8, 256, 1), (4, 256, 3)
+    wishes = (4, 512, 3), (4, 256, 3), (4, 512, 1)
+    # Copies ahead are of eight bytes at least. H200, bf16: beside a third tensor 0.43 of a copy and 0.31 at 15,993 columns; without it 0.35
+    # there and 0.35, but 0.35 and 0.38 at 12,001.
+    if alignment(p.cols) < 8 and p.dsum:
+        wishes = (4, 512, 1), (4, 512, 3)
     for block_m, block_n, num_stages in wishes:
         programs = min(4 * device.num_cores // cdiv(p.cols, block_n), cdiv(p.rows, block_m))
         if device.kind != "hip" or num_stages == 1:
@@ -179,7 +206,9 @@ def _wide_configs(p: LayerNormProblem, device: Device) -> tuple[Config, ...]:
     """One row a program; the sums over rows are cut so that there are about four programs a core."""
     cuts = 4 * device.num_cores // max(p.cols // COLUMNS_N, 1)
     num_programs = max(min(cuts, -(-p.rows // COLUMNS_M)), 1)
-    return tuple(Config(1, WIDE_BLOCK, num_warps, num_programs, 1) for num_warps in (16, 8, 4))
+    # H200, bf16, 15,993 columns forward: 0.32, 0.30 and 0.26 of a copy where rows are read value by value.
+    warps = (8, 4, 16) if alignment(p.cols) == 1 else (16, 8, 4)
+    return tuple(Config(1, WIDE_BLOCK, num_warps, num_programs, 1) for num_warps in warps)
 
 
 @triton.jit
@@ -503,9 +532,8 @@ def launch_fwd(
     sizes = p.cols, x_MN.stride(0), 0 if residual_MN is None else residual_MN.stride(0)
     parameters = _contiguous(weight), _contiguous(bias)
     if config.ends and same_cut(p.cols, x_MN, residual_MN):
-        room = [None if t is None or not config.late else t.new_empty((config.num_programs, config.block_n)) for t in parameters]
         launch(
-            cut._fwd_kernel, (config.num_programs,), x_MN, residual_MN, *parameters, *room, y, total, mean, rstd, p.rows, *sizes, p.eps,
+            cut._fwd_kernel, (config.num_programs,), x_MN, residual_MN, *parameters, y, total, mean, rstd, p.rows, *sizes, p.eps,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, ENDS=config.ends, STAGES=config.num_stages, num_warps=config.num_warps,
         )  # fmt: skip
     else:

@@ -10,7 +10,7 @@ class Config(NamedTuple):
 
     Where `blocks` is not 0, the backward of a wide row holds the sums of so many blocks in registers, and loads blocks ahead (all: they are
     kept for the second walk); where `by_columns`, tiles are of the kernel that makes gradients of rows and sums of columns at once, from
-    the rows' means. `late` programs of cut rows copy the parameters to where they are on the grid, and read them for each row.
+    the rows' means. `late` backward programs of cut rows copy the weight to where it is on the grid, and read it for each row.
     """
 
     block_m: int

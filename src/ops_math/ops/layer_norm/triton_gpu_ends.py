@@ -26,8 +26,7 @@ def _store_normed(y_ptr, total_ptr, offsets, mask, x, centred, rstd, weight, bia
 
 @triton.jit
 def _fwd_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, weight_room_ptr, bias_room_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr, num_rows, num_cols,
-    x_stride, residual_stride, eps,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr, num_rows, num_cols, x_stride, residual_stride, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ENDS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head, whole = cut_of(tl.program_id(0), num_cols, BLOCK_N)
@@ -35,17 +34,9 @@ def _fwd_kernel(
     in_body, in_ends = lanes < whole, (tl.arange(0, ENDS) < num_cols - whole)[:, None]
     weight, end_weight, bias, end_bias = None, None, None, None
     if weight_ptr is not None:
-        end_weight = load_part(weight_ptr, end_cols, in_ends)
-        if weight_room_ptr is None:
-            weight = load_part(weight_ptr, head + lanes, in_body)
-        else:
-            weight_room_ptr = shifted(weight_ptr, weight_room_ptr, head, whole, BLOCK_N, 1)
+        weight, end_weight = load_part(weight_ptr, head + lanes, in_body), load_part(weight_ptr, end_cols, in_ends)
     if bias_ptr is not None:
-        end_bias = load_part(bias_ptr, end_cols, in_ends)
-        if bias_room_ptr is None:
-            bias = load_part(bias_ptr, head + lanes, in_body)
-        else:
-            bias_room_ptr = shifted(bias_ptr, bias_room_ptr, head, whole, BLOCK_N, 1)
+        bias, end_bias = load_part(bias_ptr, head + lanes, in_body), load_part(bias_ptr, end_cols, in_ends)
     for tile in tl.range(tl.program_id(0), 8 * tl.cdiv(num_rows, 8 * BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = rows_of(tile, BLOCK_M)
         body_mask, end_mask = (rows < num_rows)[:, None] & in_body, (rows < num_rows)[None, :] & in_ends
@@ -58,9 +49,7 @@ def _fwd_kernel(
         centred, end_centred = tl.where(in_body, x - mean[:, None], 0.0), tl.where(in_ends, ends - mean[None, :], 0.0)
         rstd = tl.rsqrt(sum_of_row(centred * centred, end_centred * end_centred) / num_cols + eps)
 
-        weight_now = weight if weight_room_ptr is None else load_part(weight_room_ptr, lanes, in_body)
-        bias_now = bias if bias_room_ptr is None else load_part(bias_room_ptr, lanes, in_body)
-        _store_normed(y_ptr, total_ptr, body_offsets(begin, lanes), body_mask, x, centred, rstd[:, None], weight_now, bias_now)
+        _store_normed(y_ptr, total_ptr, body_offsets(begin, lanes), body_mask, x, centred, rstd[:, None], weight, bias)
         _store_normed(y_ptr, total_ptr, begin[None, :] + end_cols, end_mask, ends, end_centred, rstd[None, :], end_weight, end_bias)
         tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
         tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)

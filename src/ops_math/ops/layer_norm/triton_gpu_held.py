@@ -20,7 +20,7 @@ from ops_math.ops.layer_norm.triton_gpu_config import Config
 from ops_math.ops.layer_norm.triton_gpu_ends import store_gradient
 
 MOST_BLOCKS = 4  # of 4,096 columns in 16 bits, whose sums one program holds in registers, and the row in its L1 cache
-KEPT_BLOCKS = 3  # where it has the row in registers too
+KEPT_BLOCKS = 3  # where it has the row in registers too; of four a thread would keep 144 to 304 bytes on the stack (sm_90, Triton 3.6)
 
 
 @triton.jit

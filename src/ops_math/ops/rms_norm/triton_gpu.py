@@ -14,7 +14,7 @@ import triton.language as tl
 from ops_math.backends.launch import launch
 from ops_math.dispatch import absent
 from ops_math.layout import alignment, as_rows
-from ops_math.ops._tiles.ends import held, off_grid, persistent, same_cut, widths
+from ops_math.ops._tiles.ends import held, held_blocks, off_grid, persistent, same_cut, widths
 from ops_math.ops._tiles.rows import rms_norm_gradient
 from ops_math.ops._tiles.walk import multiple_of
 from ops_math.ops.rms_norm import triton_gpu_ends as cut
@@ -28,7 +28,9 @@ WIDE_BLOCK = 4096
 COLUMNS_M, COLUMNS_N = 16, 256  # tile of the sums over rows of wide problems
 SUM_M, SUM_N = 128, 32  # tile of the sum of partials
 TWICE_PASSES = 3.9  # of a wide backward whose sums nobody can hold (28,672 columns: 0.26 of a copy)
-WIDE_PASSES = {"fwd": 1.3, "bwd": 1.7}  # H200, bf16, 28,672 columns: 0.77 and 0.60 of a copy, where PyTorch's own reach 0.59 and 0.37
+# H200, bf16, 28,672 columns: 0.77 and 0.60 of a copy, where PyTorch's own reach 0.59 and 0.37; up to 16,384 columns, where the row is kept
+# too: 0.78 to 0.91.
+WIDE_PASSES, KEPT_PASSES = {"fwd": 1.3, "bwd": 1.7}, 1.2
 
 
 def supports(p: RmsNormProblem, device: Device, phase: str) -> str | None:
@@ -53,7 +55,9 @@ def passes(p: RmsNormProblem, phase: str) -> float:
     """Memory traffic over the least possible."""
     if not _is_wide(p, phase) or _is_cut(p, phase):
         return 1.0
-    return WIDE_PASSES[phase] if phase == "fwd" or _holds_sums(p) else TWICE_PASSES
+    if phase == "bwd" and not _holds_sums(p):
+        return TWICE_PASSES
+    return WIDE_PASSES[phase] if phase == "fwd" or held_blocks(p.cols) > _most_held(p)[1] else KEPT_PASSES
 
 
 def configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
@@ -70,18 +74,18 @@ def _cut_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config,
     # Rows loaded ahead spill where few registers are left (sm_90: at 16,384 forward 24 bytes, at 8,192 backward 8).
     if phase == "fwd":
         some, few = (28, 16) if p.residual else (32, 20)
-        wishes = ((2048, 16, 1, some), (2048, 32, 1, few), (2048, 16, 1, 0), (2048, 16, 2, some), (2048, 8, 2, 32))
+        wishes = ((2048, 16, 1, some), (2048, 32, 1, few), (2048, 16, 1, 0))
         if block_n == 4096:
             wishes = ((2048, 32, 1, few), *(w for w in wishes if w != (2048, 32, 1, few)))
         elif block_n >= 8192:
-            wishes = ((2048, 32, 1, 16), (2048, 32, 1, 0), (2048, 16, 1, 32), (2048, 16, 1, 0))
+            wishes = ((2048, 32, 1, 16), (2048, 16, 1, 32))
         elif block_n <= 256:  # eight values a thread leave a row to one warp
             wishes = ((2048, 8, 1, 32), (2048, 8, 2, 32), (1024, 8, 1, 32), (4096, 16, 1, 32), (2048, 8, 1, 0))
     else:
         # Rows loaded ahead win beside a third tensor alone (H200, 2,163 columns: 0.84 of a copy and 0.68; without it 0.87 and 0.95).
-        wishes = ((1024, 16, 1, 20), (1024, 16, 3, 16), (1024, 16, 2, 16), (1024, 8, 3, 20), (1024, 8, 1, 28))
+        wishes = ((1024, 16, 1, 20), (1024, 16, 3, 16), (1024, 8, 3, 20), (1024, 8, 1, 28))
         if p.residual:
-            wishes = ((1024, 16, 3, 16), (1024, 16, 2, 16), (1024, 16, 1, 16), (1024, 8, 3, 20), (1024, 8, 1, 28))
+            wishes = ((1024, 16, 3, 16), (1024, 16, 1, 16), (1024, 8, 3, 20), (1024, 8, 1, 28))
         if block_n >= 8192:
             wishes = ((1024, 16, 1, 16), (1024, 32, 1, 16))
         elif block_n <= 256:
@@ -94,9 +98,11 @@ def invariant_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Co
     if _is_wide(p, phase):
         cuts = 4 * device.num_cores // max(p.cols // COLUMNS_N, 1)  # about four programs a core sum the weight's gradient
         num_programs = max(min(cuts, -(-p.rows // COLUMNS_M)), 1)
-        found = tuple(Config(1, WIDE_BLOCK, num_warps, num_programs, 1) for num_warps in (16, 8, 4))
-        held_whole = tuple(c for c in _held_configs(p, device, phase) if not c.ends)
-        return found if phase == "fwd" else _whole_configs(p, device) + held_whole + _persistent_configs(p, device) + found
+        # H200, bf16, backward, 16, 8 and 4 warps: 0.34, 0.30 and 0.30 of a copy at 12,288 columns; read value by value, at 15,993 columns,
+        # 0.30, 0.32 and 0.32, with a third tensor 0.35, 0.35 and 0.37.
+        warps = (16, 8, 4) if alignment(p.cols) > 1 else (4, 8, 16)
+        found = tuple(Config(1, WIDE_BLOCK, num_warps, num_programs, 1) for num_warps in warps)
+        return found if phase == "fwd" else _wide_bwd_configs(p, device, found)
     lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
     block_n = next_power_of_2(max(p.cols, 1))
     # Values a tile, values a thread, stages; the forward starts one program for each tile unless it loads ahead. The backward takes one
@@ -123,23 +129,34 @@ def invariant_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Co
     return tuple(found)
 
 
+def _wide_bwd_configs(p: RmsNormProblem, device: Device, by_columns: tuple[Config, ...]) -> tuple[Config, ...]:
+    """Backward of wide rows that are not cut: with the row kept before all in registers, and before what reads a row again (H200, bf16,
+    12,288 columns: 0.87, 0.80 and 0.58 of a copy; at 16,384 0.91, 0.86 and 0.70)."""
+    held_whole = tuple(c for c in _held_configs(p, device, "bwd") if not c.ends)
+    kept = tuple(c for c in held_whole if c.num_stages == c.blocks)
+    on_the_way = _persistent_configs(p, device) if alignment(p.cols) > 1 else ()  # value by value 0.25 of a copy, by columns 0.36
+    return (*kept, *_whole_configs(p, device), *(c for c in held_whole if c not in kept), *on_the_way, *by_columns)
+
+
 def _holds_sums(p: RmsNormProblem) -> bool:
     """Whether the backward of wide rows has sums of the weight's gradient to hold, and registers for them."""
-    blocks = 2 * triton_gpu_held.MOST_BLOCKS // ITEM_SIZE[p.x]
-    return p.need_dx and bool(p.weight) and p.need_dw and p.cols <= WIDE_BLOCK * blocks
+    return p.need_dx and bool(p.weight) and p.need_dw and held_blocks(p.cols) <= _most_held(p)[0]
+
+
+def _most_held(p: RmsNormProblem) -> tuple[int, int]:
+    """Blocks whose sums are held in registers at most; and where the row is kept there too."""
+    return 2 * triton_gpu_held.MOST_BLOCKS // ITEM_SIZE[p.x], 2 * triton_gpu_held.KEPT_BLOCKS // ITEM_SIZE[p.x]
 
 
 def _held_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
     """For wide rows: the sums of the weight's gradient in registers."""
     if phase == "fwd" or p.cols <= WIDEST["bwd"] or not (p.need_dx and p.weight and p.need_dw):
         return ()
-    most, kept = (2 * blocks // ITEM_SIZE[p.x] for blocks in (triton_gpu_held.MOST_BLOCKS, triton_gpu_held.KEPT_BLOCKS))
-    return tuple(Config(*fields, False, blocks) for *fields, blocks in held(p.rows, p.cols, most, kept, device))
+    return tuple(Config(*fields, False, blocks) for *fields, blocks in held(p.rows, p.cols, *_most_held(p), device))
 
 
 def _whole_configs(p: RmsNormProblem, device: Device) -> tuple[Config, ...]:
-    """For rows of up to 16,384 columns: all in registers, of which 56 bytes spill (sm_90); yet 0.80 of a copy at 12,288 columns, where the
-    walk in blocks reaches 0.58 (H200, bf16, 2026-11-30)."""
+    """For rows of up to 16,384 columns: all in registers, of which 56 bytes spill (sm_90)."""
     if p.cols > 2 * WIDEST["bwd"] or alignment(p.cols) == 1 or ITEM_SIZE[p.x] > 2:
         return ()
     return (Config(1, 2 * WIDEST["bwd"], 16, min(max(p.rows, 1), device.num_cores), 1),)
@@ -149,12 +166,8 @@ def _persistent_configs(p: RmsNormProblem, device: Device) -> tuple[Config, ...]
     """For wide rows: sums on the way, in partial rows that stay in the L2 cache (H200, 28,672 columns: 0.42 of a copy, and by columns
     afterwards 0.26)."""
     warps = (16, 8) if device.kind == "hip" else (16, 32)
-    programs = [min(max(p.rows, 1), n * device.num_cores) for n in (2, 1)]
-    return (
-        Config(1, 2 * WIDE_BLOCK, warps[1], programs[1], 1, 0, True),
-        Config(1, WIDE_BLOCK, warps[0], programs[0], 1, 0, True),
-        Config(1, WIDE_BLOCK, warps[0], programs[1], 1, 0, True),
-    )
+    one, two = (min(max(p.rows, 1), n * device.num_cores) for n in (1, 2))
+    return Config(1, 2 * WIDE_BLOCK, warps[1], one, 1, 0, True), Config(1, WIDE_BLOCK, warps[0], two, 1, 0, True)
 
 
 @triton.jit
