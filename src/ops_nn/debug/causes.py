@@ -30,6 +30,7 @@ from ops_nn.debug.trace import (
 from ops_nn.debug.verdict import distance
 
 CLOSE = 0.02  # what is left of a difference that a rule explains
+_CAST = 2.0  # units that an input cast to another dtype may be off by; more is another input
 SURE = 1e-6  # a formula that reproduces a run's values to this is the run's
 _EPS_NAMES = ("eps", "variance_epsilon", "layer_norm_eps", "rms_norm_eps", "epsilon")
 _ROTARY_NAMES = ("rope", "rotary", "inv_freq", "theta", "base")
@@ -66,11 +67,14 @@ class _Case(NamedTuple):
             inside = path.startswith(f"{self.module}." if self.module else "") and path not in called[0] & called[1]
             if path != self.module and not inside:
                 continue
-            own, other = (t.modules.get(path, {}).get("facts", {}) for t in self.traces)
+            if path not in self.traces[1].modules:
+                continue
+            own, other = (t.modules[path]["facts"] for t in self.traces)
             prefix = "" if path == self.module else f"{path.removeprefix(self.module).strip('.')}."
+            alike = own.get("class") == other.get("class")  # what another class does not have is no setting of it
             for name in dict.fromkeys((*own, *other)):
                 x, y = own.get(name, "absent"), other.get(name, "absent")
-                if x != y:
+                if x != y and (alike or "absent" not in (x, y)):
                     yield prefix + name, x, y
 
     def tensors(self) -> tuple[Tensor, Tensor] | None:
@@ -320,6 +324,21 @@ def _rows_scaled(case: _Case) -> Cause | None:
     return None
 
 
+def _built(case: _Case) -> Cause | None:
+    """The two modules are not built alike: another class, or a part that only one has."""
+    known = [t.modules for t in case.traces]
+    inside = f"{case.module}." if case.module else ""
+    for path in dict.fromkeys((*known[0], *known[1])):
+        if path != case.module and not (path.startswith(inside) and path):
+            continue
+        own, other = (m[path]["facts"]["class"] if path in m else "" for m in known)
+        if own and other and own != other:
+            return Cause("another module", f"{path or 'the model'} is {own} in A and {other} in B")
+        if own != other:
+            return Cause("another module", f"{path} ({own or other}) is in {'A' if own else 'B'} only")
+    return None
+
+
 def _order(case: _Case) -> Cause | None:
     found = case.culprit.difference
     if found.l2 <= 30 * found.limit:
@@ -333,6 +352,7 @@ def _order(case: _Case) -> Cause | None:
 
 _RULES: tuple[Callable[[_Case], Cause | None], ...] = (
     _lost, _tie, _dropped, _dtype, _attribute, _buffer, _bf16_values, _random, _gelu, _factor, _layout, _positions, _rows_scaled, _order,
+    _built,
 )  # fmt: skip
 
 
@@ -341,14 +361,13 @@ def first_given(comparison: Comparison) -> Cause | None:
     calls = comparison.a.calls
     if not calls:
         return None
-    first = min(range(len(calls)), key=lambda i: i)
-    root = calls[first]
     for key, found in comparison.differences.items():
-        same_call = key[:3] == (root.module, root.number, INPUT)
-        if same_call and not found.bitwise and comparison.a.records[key].torch_dtype in (torch.int64, torch.int32, torch.bool):
-            return Cause(
-                "data", f"{key.module or 'the model'} was given another {key.name or 'input'}: another batch, or another order of the data"
-            )
+        if key[:3] == (calls[0].module, calls[0].number, INPUT) and not found.bitwise:
+            pair = [trace.records[key].torch_dtype for trace in (comparison.a, comparison.b)]
+            rounded = max((_CAST * torch.finfo(dtype).eps for dtype in pair if dtype.is_floating_point), default=0.0)
+            if found.l2 > max(found.limit, rounded if pair[0] != pair[1] else 0.0):
+                what = f"input {key.name}" if key.name.isdigit() else key.name or "input"
+                return Cause("data", f"{key.module or 'the model'} was given another {what}: another batch, or another order of the data")
     return None
 
 
