@@ -189,7 +189,7 @@ def load(path: str | Path, *, only: bool = False, save: bool = False) -> int:
     text = Path(path).read_text(errors="replace")
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         store.warn(f"schedule: the record {path} was set aside: it is not JSON ({error}). Problems are predicted until measured.")
         return 0
     return _take(found, f"the record {path}", only=only, save=save)
