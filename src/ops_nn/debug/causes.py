@@ -387,12 +387,12 @@ def first_given(comparison: Comparison) -> Cause | None:
             if found.l2 > max(found.limit, rounded if pair[0] != pair[1] else 0.0):
                 what = f"input {key.name}" if key.name.isdigit() else key.name or "input"
                 return Cause("data", f"{key.module or 'the model'} was given another {what}: another batch, or another order of the data")
-    key = comparison.another_loss()
-    if key is None:
+    behind = comparison.another_loss()
+    if behind is None:
         return None
-    a, b = (t.records[key] for t in (comparison.a, comparison.b))
-    times = _times(_Case(Culprit(key, comparison.differences[key], 0.0), a, b, (comparison.a, comparison.b), comparison))
-    what = f"the gradient that came back to {key.module or 'the model'} is another{times}, and what it returned agrees"
+    a, b = (t.records[behind] for t in (comparison.a, comparison.b))
+    times = _times(_Case(Culprit(behind, comparison.differences[behind], 0.0), a, b, (comparison.a, comparison.b), comparison))
+    what = f"the gradient that came back to {behind.module or 'the model'} is another{times}, and what it returned agrees"
     return Cause("loss", f"{what}: other labels, another loss, or another scale of it")
 
 
