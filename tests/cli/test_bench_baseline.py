@@ -71,6 +71,10 @@ def test_a_row_that_is_no_longer_measured_fails_the_check_and_a_new_one_does_not
     assert not baseline.hold({"softmax fwd": row(1.0)}, {"softmax fwd": row(1.0), "softmax both": row(1.0)}).failed
 
 
+def test_a_check_that_holds_nothing_fails():
+    assert baseline.hold({"softmax fwd": row(1.0)}, {"rope fwd": row(1.0, "rope", "rope 1x1")}).failed
+
+
 def test_a_baseline_of_other_versions_is_held_and_the_difference_said():
     verdict = baseline.hold({"a": row(1.0, torch="2.11.0")}, {"a": row(1.5, torch="2.13.0")})
     assert verdict.notes == ("the baseline was measured with torch 2.11.0, this run with 2.13.0",)

@@ -95,6 +95,10 @@ def test_a_function_of_anybodys_is_held_to_a_reference(capsys):
             "verify: OP must be something that can be imported; got 'math:sinn' (module 'math' has no attribute 'sinn'). "
             "Run from its folder, or install it.",
         ),
+        (
+            ["softmax", "--reference", "math:sin"],
+            "verify: --reference must be left out for an operator of ours; got it. It belongs to MODULE:NAME; ours bring their own.",
+        ),
         (["softmax", "--dtypes", "fp8"], "verify: --dtypes must be one of 'fp32', 'bf16', 'fp16'; got 'fp8'. Pick one of these."),
         (["softmax", "--device", "cuda"], "verify: --device cuda: torch sees no GPU here. Use --device cpu, or run `ops-math doctor`"),
         (["softmax", "--dtypes", ","], "verify: --dtypes must be at least one of fp32, bf16, fp16; got ','. Leave it out for fp32,bf16."),

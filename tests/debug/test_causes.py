@@ -110,3 +110,44 @@ def test_the_likely_cause_is_named(name):
     report = checker.compare(traces[1], trace=traces[0])
     assert (report.first.module, report.first.direction) == ("module_", direction), str(report)
     assert report.first.cause.kind == kind, str(report)
+
+
+def traced(model: nn.Module, x: torch.Tensor):
+    return run(ConsistencyChecker(mode="full"), model, lambda m: m(x).square().sum())
+
+
+def layers(*more: nn.Module, middle: nn.Module | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), middle or nn.GELU(), nn.Linear(8, 4), *more)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (
+            lambda: layers(middle=nn.ReLU()),
+            "another module: 1 is torch.nn.modules.activation.GELU in A and torch.nn.modules.activation.ReLU in B",
+        ),
+        (lambda: layers(nn.Linear(4, 4)), "another module: 3 (torch.nn.modules.linear.Linear) is in B only"),
+        (lambda: layers()[:2], "another module: 2 (torch.nn.modules.linear.Linear) is in A only"),
+    ],
+)
+def test_a_module_of_another_class_and_one_that_a_model_has_not_are_named(other, words):
+    x = torch.randn(3, 8)
+    report = ConsistencyChecker().compare(traced(other(), x), trace=traced(layers(), x))
+    assert str(report.first.cause) == words
+
+
+@pytest.mark.parametrize("batch", [lambda x: torch.randn(3, 8), lambda x: torch.randn(5, 8), lambda x: x.flip(0), lambda x: x + 1e-3])
+def test_another_batch_of_numbers_is_said_before_all_else(batch):
+    x = torch.randn(3, 8)
+    report = ConsistencyChecker().compare(traced(layers(), batch(x)), trace=traced(layers(), x))
+    words = "first of all: data: the model was given another input 0: another batch, or another order of the data"
+    assert words in str(report).splitlines()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_an_input_in_another_dtype_is_no_other_batch(dtype):
+    x = torch.randn(3, 8)
+    report = ConsistencyChecker().compare(traced(layers().to(dtype), x.to(dtype)), trace=traced(layers(), x))
+    assert report.given is None

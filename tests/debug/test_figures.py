@@ -10,7 +10,9 @@ import math
 import pytest
 import torch
 
-from ops_nn.debug.figures import Figures, measure, unpack
+from ops_nn.debug.figures import SLAB_BYTES, Figures, measure, unpack
+from ops_nn.debug.trace import Record
+from ops_nn.debug.verdict import difference
 
 WORDS = 4096
 
@@ -109,3 +111,22 @@ def test_odd_tensors_have_figures_too(t):
     assert measure(t).shape == (86,)
     assert figures(t) == figures(t.clone())
     assert len(figures(t).samples) <= 16
+
+
+@pytest.mark.parametrize("shape", [(7, 13), (48, 256), (1000, 33), (2, 24, 256)])
+@pytest.mark.parametrize(("a", "b"), [(torch.float32, torch.bfloat16), (torch.float64, torch.float32), (torch.float32, torch.float16)])
+def test_the_distance_between_two_dtypes_is_that_of_a_rounding(shape, a, b):
+    torch.manual_seed(3)
+    x = torch.randn(shape, dtype=torch.float64).to(a)
+    y = x.to(b)
+    own, other = (Record(unpack(measure(t), t.numel()), t.shape, t.stride(), str(t.dtype)[6:], 0) for t in (x, y))
+    apart = (x.double() - y.double()).norm() / x.double().norm()
+    assert 0.3 * apart < difference(own, other, 1e-6).l2 < 3 * apart
+    wrong = Record(unpack(measure(1.5 * y), y.numel()), y.shape, y.stride(), str(b)[6:], 0)
+    assert difference(own, wrong, 1e-6).l2 == pytest.approx(0.5, rel=0.1)
+
+
+def test_where_sketches_of_two_widths_part_is_where_the_operator_cuts():
+    from ops_math.ops.figures.problem import SLAB_BYTES as CUT
+
+    assert SLAB_BYTES == CUT

@@ -59,6 +59,21 @@ def test_a_truncated_index_is_refused_in_words(full, tmp_path):
             Trace.load(tmp_path / "run")
 
 
+def test_an_index_that_lacks_a_field_or_was_edited_is_refused_in_words(full, tmp_path):
+    place = full.save(tmp_path / "run") / "trace.json"
+    fields = json.loads(place.read_text())
+    for name in fields.keys() - {"format"}:
+        place.write_text(json.dumps({k: v for k, v in fields.items() if k != name}))
+        with pytest.raises(om.UnsupportedError, match=rf"a field is missing or was edited \(KeyError: '{name}'\)\. Trace the run again\.$"):
+            Trace.load(tmp_path / "run")
+    place.write_text(json.dumps({**fields, "records": [1]}))
+    with pytest.raises(om.UnsupportedError, match="a field is missing or was edited"):
+        Trace.load(tmp_path / "run")
+    place.write_text("[" * 100_000)
+    with pytest.raises(om.UnsupportedError, match="it is not complete"):
+        Trace.load(tmp_path / "run")
+
+
 @pytest.mark.parametrize("version", [0, 4, None, "1"])
 def test_a_trace_of_another_format_is_refused_in_words(version, full, tmp_path):
     place = full.save(tmp_path / "run") / "trace.json"

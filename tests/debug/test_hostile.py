@@ -106,6 +106,34 @@ def test_a_recomputed_forward_is_not_a_second_call(reentrant):
     assert any("recomputed in the backward count once" in note for note in b.notes)
 
 
+class TwiceInOneRegion(nn.Module):
+    """Calls one module twice in one function, which may be recomputed."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.one, self.again = nn.Linear(8, 8), again
+
+    def both(self, x):
+        return self.one(self.one(x).relu()).square().sum()
+
+    def forward(self, x):
+        return checkpoint(self.both, x, use_reentrant=False) if self.again else self.both(x)
+
+
+@pytest.mark.parametrize("mode", ["light", "full"])
+def test_a_module_that_is_called_twice_in_one_recomputed_function_is_not_accused(mode):
+    torch.manual_seed(0)
+    plain, again = TwiceInOneRegion(False), TwiceInOneRegion(True)
+    again.load_state_dict(plain.state_dict())
+    x = torch.randn(3, 8, requires_grad=True)
+    checker = ConsistencyChecker(mode=mode, observe="all")
+    a, b = (run(checker, m, lambda m: m(x)) for m in (plain, again))
+    report = checker.compare(b, trace=a)
+    assert report.verdict == "bitwise", str(report)
+    assert report.missing == []
+    assert numbers(b, "one") == [0, 1]
+
+
 class DistributedDataParallel(nn.Module):
     """Named as PyTorch's, which needs a process group: it holds its model as `module`."""
 

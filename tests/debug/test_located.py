@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from ops_nn.adopt import adopt
 from ops_nn.debug import ConsistencyChecker, replay_file
@@ -206,3 +207,61 @@ def test_inside_a_fused_layer_the_operator_is_named_on_demand():
     assert "operator: rms_norm stands for F.rms_norm, torch.add" in str(report)
     assert report.to_json()["operators"]["attention"] == ["F.scaled_dot_product_attention"]
     assert str(report.first.cause) == "eps: post_attention_layernorm.variance_epsilon is 1e-05 in A and 0.001 in B"
+
+
+class Scaled(torch.autograd.Function):
+    """The identity, whose backward multiplies by a number."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.factor, None
+
+
+class WithCodeBetween(nn.Module):
+    """Two products with code of its own between them, of which the backward is wrong where `factor` is not 1."""
+
+    def __init__(self, factor):
+        super().__init__()
+        torch.manual_seed(0)
+        self.start, self.a, self.b, self.factor = nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 4), factor
+
+    def forward(self, ids):
+        return self.b(Scaled.apply(self.a(self.start(ids)), self.factor).relu())
+
+
+@pytest.mark.parametrize("mode", ["light", "full"])
+@pytest.mark.parametrize("factor", [0.5, 1.01, 2.0])
+def test_a_wrong_backward_of_the_code_between_modules_is_located(factor, mode, tmp_path):
+    checker = ConsistencyChecker(mode=mode, observe="all", folder=tmp_path)
+    a, b = (run(checker, WithCodeBetween(k), lambda m: m(torch.arange(6)).square().mean()) for k in (1.0, factor))
+    report = checker.compare(b, trace=a)
+    assert report.verdict == "different", str(report)
+    assert (report.first.module, report.first.direction, report.first.cause.kind) == ("a", "output gradient", "code between modules")
+    assert f"{factor:.4g} times A's" in report.first.cause.words
+    assert [f.module for f in report.findings] == ["a"]
+    if mode == "full":
+        assert replay_file(report.dumped).differs or "not run again" in str(replay_file(report.dumped))
+
+
+@pytest.mark.parametrize("mode", ["light", "full"])
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda y: 2 * y.square().mean(), "2 times A's"),
+        (lambda y: y.square().sum(), "24 times A's"),
+        (lambda y: (y - 1).square().mean(), "another loss"),
+    ],
+)
+def test_another_loss_behind_the_model_is_said_and_is_no_rounding(loss, words, mode):
+    checker = ConsistencyChecker(mode=mode)
+    a, b = (run(checker, WithCodeBetween(1.0), lambda m, f=f: f(m(torch.arange(6)))) for f in (lambda y: y.square().mean(), loss))
+    report = checker.compare(b, trace=a)
+    assert report.verdict == "different", str(report)
+    assert report.given.kind == "loss"
+    assert words in report.given.words
+    assert report.findings == ()

@@ -188,6 +188,8 @@ def test_a_script_that_cannot_be_run_is_refused_in_words(tmp_path):
         om.UnsupportedError, match=r"^selfcheck: train\.py failed at line \d+ \(ZeroDivisionError: division by zero\)\. Call make"
     ):
         checked(tmp_path, "1 / 0\n")
+    with pytest.raises(om.UnsupportedError, match=r"^selfcheck: train\.py failed \(its process ended with code 7\)\. Call make"):
+        checked(tmp_path, "import os\nos._exit(7)\n")
     with pytest.raises(om.ArgumentError, match=r"the step of make_step\(\) must call the model that is returned with it; got a step in"):
         checked(tmp_path, "def make_step():\n    return nn.Linear(2, 2), lambda: None\n")
     with pytest.raises(om.UnsupportedError, match=r"did not end within 2 s\. Give it fewer steps, or more time by --seconds\."):

@@ -188,6 +188,15 @@ def test_a_record_goes_into_a_checkpoint_and_is_replayed_alone(tmp_path):
     assert other.key not in contents_of(CPU).measurements
 
 
+def test_a_checkpoint_of_a_run_without_measurements_is_replayed_without_any():
+    x, found = real(winner="eager")
+    state = schedule.state_dict()
+    add(CPU, [found])
+    assert reason_of_softmax(x)[1] == "fastest measured on this device"
+    assert schedule.load_state_dict(state) == 0
+    assert "on this device" not in reason_of_softmax(x)[1]
+
+
 def test_a_record_is_exported_and_loaded_by_another_process(tmp_path, cache):
     x, found = real()
     add(CPU, [found], save=False)

@@ -99,6 +99,7 @@ def test_an_explanation_is_the_choice_that_a_call_makes():
     ("words", "sentence"),
     [
         (["softmax", "--shape", "12"], "explain: --shape must be ROWSxCOLS for softmax; got '12'."),
+        (["softmax", "--shape", "²x3"], "explain: --shape must be ROWSxCOLS for softmax; got '²x3'."),
         (["softmax", "--shape", "12x0"], "explain: --shape must be ROWSxCOLS for softmax; got '12x0'."),
         (["softmin", "--shape", "12x3"], "explain: operator must be one of 'rms_norm', "),
         (["softmax", "--shape", "12x3", "--device", "gb300"], "explain: --device must be one of 'cpu', 'a100', "),
@@ -122,6 +123,12 @@ def test_a_model_is_calibrated_from_the_command_line_and_the_record_is_written(c
     schedule.reread()
     assert schedule.load(out, only=True) == len(found["measurements"])
     assert json.loads(asked("calibrate", *words))["measurements"] == []
+
+
+@pytest.mark.parametrize("function", ["attention", "rms_norm", "linear_cross_entropy", "linear", "cross_entropy"])
+def test_without_a_shape_a_large_call_is_explained(function):
+    found = json.loads(asked("explain", function, "--device", "h100", "--json"))
+    assert [one["phase"] for one in found] == ["fwd", "bwd"]
 
 
 def test_a_model_that_does_not_exist_is_refused():

@@ -66,6 +66,7 @@ def broken_files():
     yield "a list", "[]", "its format is 'none', and this version reads 1"
     yield "another format", good.replace('"format": 1', '"format": 7'), "its format is 7, and this version reads 1"
     yield "no identity", good.replace('"identity"', '"identitty"'), "it does not say which device"
+    yield "nested without end", "[" * 100_000, "it is not JSON"
     yield "binary", "\ud800", "it cannot be read"
     changes = {"times_us": {"vendor": -5.0}, "winner": "magic", "ties": ["magic"], "refused": ["a"], "when": 3, "noise": {"vendor": "x"}}
     for name, value in changes.items():

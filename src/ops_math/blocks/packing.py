@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "bert_self_attention": ("query", "key", "value"),
     "gated_mlp": ("gate_proj", "up_proj"),
 }
-_PACKED: WeakSet[nn.Module] = WeakSet()  # modules whose weights were laid together, to notice when that has come undone
+_MARK = "_ops_math_packed"  # of a module whose weights were laid together, to notice when that has come undone, in its copies too
 
 
 class Group(NamedTuple):
@@ -52,7 +51,7 @@ class Packing(NamedTuple):
         for row in self.rows:
             if row.packed:
                 module = self.model.get_submodule(row.path)
-                _PACKED.discard(module)
+                module.__dict__.pop(_MARK, None)
                 for parameter in _parameters(module, row.layers):
                     parameter.data = parameter.data.clone()
 
@@ -129,7 +128,7 @@ def pack_weights(model: nn.Module) -> Packing:
             for group in _by_rank(parameters):
                 if adjoining(group) is None:
                     lay_together(group)
-            _PACKED.add(module)
+            module.__dict__[_MARK] = True
         rows.append(Group(path, layers, size, reason))
     return Packing(model, tuple(rows))
 
@@ -137,7 +136,7 @@ def pack_weights(model: nn.Module) -> Packing:
 def why_undone(module: nn.Module) -> str:
     """Why a packed module's products run apart again; empty where they do not, or where it was never packed."""
     inner = module._modules.get("self", module) if isinstance(module, nn.Module) else None
-    if inner is None or torch.compiler.is_compiling() or inner not in _PACKED:
+    if inner is None or torch.compiler.is_compiling() or _MARK not in inner.__dict__:
         return ""
     part = kind_of(inner)
     layers = GROUPS.get(part.kind, ()) if part is not None else ()

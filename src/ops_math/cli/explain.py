@@ -88,11 +88,17 @@ CALLS: dict[str, tuple[str, Maker]] = {
 }
 
 
+USUAL = {
+    "ROWSxCOLS": "16384x4096", "ROWSxCLASSES": "8192x128256", "ROWSxHIDDENxCLASSES": "8192x4096x128256",
+    "BATCHxSEQxHEADSxKV_HEADSxWIDTH": "1x16384x32x8x128", "ROWSxINPUTSxOUTPUTS": "16384x4096x4096",
+}  # fmt: skip  # what is explained where no shape is named
+
+
 def sizes_of(function: str, shape: str) -> tuple[int, ...]:
     """The numbers of a shape such as `16384x4096`."""
     wanted = CALLS[function][0]
     parts = shape.lower().split("x")
-    if len(parts) != wanted.count("x") + 1 or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if len(parts) != wanted.count("x") + 1 or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         checks.fail("explain", "--shape", f"{wanted} for {function}", repr(shape), "Write it like 16384x4096.")
     return tuple(int(part) for part in parts)
 
@@ -181,7 +187,12 @@ def show(found: schedule.Explanation) -> None:
 
 def explain(
     function: Annotated[str, typer.Argument(metavar="OP", help="A public function: rms_norm, attention, ...")],
-    shape: Annotated[str, typer.Option(help="Its sizes: 16384x4096; for attention BATCHxSEQxHEADSxKV_HEADSxWIDTH.")],
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Its sizes: 16384x4096; for attention BATCHxSEQxHEADSxKV_HEADSxWIDTH.", show_default="a large one, which is said"
+        ),
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(help="cpu, or a GPU that need not be here: " + ", ".join(backends.NAMED) + ".", show_default="this machine's"),
@@ -192,6 +203,8 @@ def explain(
 ) -> None:
     """Show the candidates of an operator's problem, predicted and measured, and why the winner runs."""
     on = device_named(device)
+    checks.one_of("explain", "operator", function, tuple(CALLS))
+    shape = USUAL[CALLS[function][0]] if shape is None else shape
     posed = problems_of(function, shape, dtype, keywords_of(keywords or []))
     with contextlib.nullcontext() if on.kind == "cpu" else features.assumed(on.kind):
         found = [schedule.explain(operator, phase, problem, on) for operator, phase, problem in posed]

@@ -118,6 +118,15 @@ def verify(
             )
         ]  # fmt: skip
     else:
+        for option, value in (
+            ("--reference", reference),
+            ("--inputs", inputs),
+            ("--frozen", frozen),
+            ("--compile", compiled),
+            ("--far", far),
+        ):
+            if value:
+                checks.fail("verify", option, "left out for an operator of ours", "it", "It belongs to MODULE:NAME; ours bring their own.")
         reports = ours(op, implementation, device, chosen, faults, say)
     if as_json:
         sys.stdout.write(json.dumps([r.to_json() for r in reports], indent=2) + "\n")

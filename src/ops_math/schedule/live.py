@@ -143,9 +143,7 @@ def state_dict() -> dict[str, Any]:
     documents = []
     for device in devices_here():
         identity = identity_of(device)
-        contents = contents_of(identity)
-        if contents.measurements or contents.ceilings:
-            documents.append(store.document(identity, contents))
+        documents.append(store.document(identity, contents_of(identity)))  # an empty one too: nothing was known, and is not on resume
     return {"format": store.FORMAT, "records": documents}
 
 
@@ -189,7 +187,7 @@ def load(path: str | Path, *, only: bool = False, save: bool = False) -> int:
     text = Path(path).read_text(errors="replace")
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         store.warn(f"schedule: the record {path} was set aside: it is not JSON ({error}). Problems are predicted until measured.")
         return 0
     return _take(found, f"the record {path}", only=only, save=save)
@@ -203,9 +201,11 @@ def _take(found: Any, what: str, *, only: bool, save: bool) -> int:
     for one in documents if isinstance(documents, list) else [documents]:
         tried = [(identity, *store.read_document(one, identity)) for identity in here]
         identity, contents, wrong = min(tried, key=lambda t: (not t[1].measurements and t[1].ceilings is None, len(t[2])))
+        if wrong and isinstance(one, dict) and one.get("measurements") == [] and one.get("ceilings") is None:
+            continue  # of a device that is not here, and of which nothing was known
         if wrong:
             store.warn(f"schedule: {what} was set aside: {wrong}. {len(contents.measurements)} of its measurements are used.")
-        if contents.measurements or contents.ceilings:
+        if contents.measurements or contents.ceilings or (only and not wrong):
             known = NONE if only else contents_of(identity)
             LIVE.known[identity] = Contents({**known.measurements, **contents.measurements}, contents.ceilings or known.ceilings)
             count += len(contents.measurements)

@@ -120,7 +120,7 @@ def read(path: Path, identity: Identity) -> Contents:
         return _set_aside(path, identity, NONE, f"it cannot be read ({error})")
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return _set_aside(path, identity, NONE, f"it is not JSON ({error})")
     contents, wrong = read_document(found, identity)
     return _set_aside(path, identity, contents, wrong) if wrong else contents

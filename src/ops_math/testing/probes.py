@@ -16,7 +16,7 @@ from ops_math.testing.budget import FEW, UNIT
 from ops_math.testing.conformance import LAYOUTS, expanded, poisoned
 from ops_math.testing.diagnosis import in_words, one_gradient_for_all
 from ops_math.testing.inputs import Result, as_leaves, is_floating, output_gradients
-from ops_math.testing.measure import SEEDS
+from ops_math.testing.measure import SEEDS, widened
 from ops_math.testing.subject import REFUSALS, CallJudge, floating_outputs, in_one_line
 
 SIGMAS = 6.0  # a fair coin is this far off once in half a billion throws of all its coins
@@ -268,8 +268,35 @@ def compiled(backend: str) -> Probe:
     return probe
 
 
+def form(judge: CallJudge) -> Iterator[Wrong]:
+    """The function returns what the reference returns: one value or as many, and none in a narrower dtype than the reference and the inputs
+    have, since the budget is that of the dtype that a result is stored in."""
+    call = judge.call(SEEDS[0])
+    with torch.no_grad():
+        own = judge.subject.op(*call.args, **call.kwargs)
+        try:
+            other = judge.subject.reference(*call.args, **call.kwargs)
+        except REFUSALS:  # a definition that takes no mixed dtypes
+            wide, _ = as_leaves(call, judge.case.frozen, widened)
+            other = judge.subject.reference(*wide.args, **wide.kwargs)
+    if _shape_of(own) != _shape_of(other):
+        yield Wrong("form", "", f"returns {_shape_of(own)}, the reference {_shape_of(other)}")
+        return
+    units = [torch.finfo(v.dtype).eps for v in (*call.args, *call.kwargs.values()) if is_floating(v)]
+    for i, (a, b) in enumerate(zip(floating_outputs(own), floating_outputs(other), strict=False)):
+        if torch.finfo(a.dtype).eps > max(torch.finfo(b.dtype).eps, *units, 0.0):
+            yield Wrong("form", f"out{i}", f"is stored in {a.dtype}, which holds less than the inputs and the reference's {b.dtype}")
+
+
+def _shape_of(returned: Any) -> str:
+    if isinstance(returned, tuple | list):
+        return f"{len(returned)} values in a {'list' if isinstance(returned, list) else 'tuple'}"
+    return "one tensor" if isinstance(returned, torch.Tensor) else f"one {type(returned).__name__}"
+
+
 OF_EVERY_CASE: dict[str, Probe] = {"values": values, "rounding bias": bias}
 OF_PLAIN_CASES: dict[str, Probe] = {
+    "form": form,
     "strides": layouts,
     "repeats": repeats,
     "unwritten memory": poison,

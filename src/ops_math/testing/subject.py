@@ -255,8 +255,9 @@ class CallJudge:
             return self.run(seed, rounding)
 
     def _stored(self, outs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """In the dtypes in which the function stores its outputs."""
-        return tuple(o.to(dtype) for o, dtype in zip(outs, self.dtypes, strict=True))
+        """In the dtypes in which the function stores its outputs; what it does not return stays as it is."""
+        kept = outs[len(self.dtypes) :]
+        return (*(o.to(dtype) for o, dtype in zip(outs, self.dtypes, strict=False)), *kept)
 
     def errors(self, seeds: Sequence[int] = SEEDS, op: Callable[..., Any] | None = None) -> list[Broken]:
         """Every statistic on these seeds, with its limit."""

@@ -144,7 +144,7 @@ def verify(
         faults: planted faults; by default all of `FAULTS` and one for each number and option of the calls. An empty sequence plants none.
         tempers: what is done to the numbers besides leaving them plain; by default all of `TOUGH`. fp32 vectors stand beside 16-bit
             numbers: leave that out for a function that promises nothing for mixed dtypes.
-        skip: names of checks to leave out: rounding bias, strides, repeats, unwritten memory, graph, one gradient alone.
+        skip: names of checks to leave out: form, rounding bias, strides, repeats, unwritten memory, graph, one gradient alone.
         compile: a backend of `torch.compile` to hold to the same budget.
         far: try offsets past 2^31 elements, which take 4 to 8 GiB of address space (on a GPU: of memory).
         name: how the report calls it.
@@ -200,9 +200,12 @@ def _one_family(session: _Session, cases: list[Posed], dtype: str, every: dict[s
         judge = session.judge(one, dtype)
         if judge is None:
             continue
-        if len(judge.first.outputs) == len(judge.oracles[1].outputs):
-            session.judges.setdefault(dtype, []).append((one, judge))
-            session.margin(judge, one, dtype)
+        if len(judge.first.outputs) != len(judge.oracles[1].outputs):  # there is nothing to hold one to the other
+            session.ask(judge, one, dtype, "form", OF_PLAIN_CASES["form"])
+            session.ask(judge, one, dtype, "values", OF_EVERY_CASE["values"])
+            continue
+        session.judges.setdefault(dtype, []).append((one, judge))
+        session.margin(judge, one, dtype)
         for name, probe in every.items():
             session.ask(judge, one, dtype, name, probe)
         if one.temper == "plain" and one.is_usual and one.label != "many rows":

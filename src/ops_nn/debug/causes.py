@@ -5,6 +5,7 @@ Each rule looks for the trace that one kind of fault leaves, the surest first. T
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops_nn.debug.compare import Comparison, Culprit
-from ops_nn.debug.figures import Figures, step_of
+from ops_nn.debug.figures import Figures, sketched_alike, step_of
 from ops_nn.debug.trace import (
     ENDED,
     FORWARD,
     GRADIENTS,
     INPUT,
-    INPUT_GRADIENT,
     LIGHT,
+    OUTPUT_GRADIENT,
     PARAMETER,
     PARAMETER_GRADIENT,
     Key,
@@ -30,6 +31,7 @@ from ops_nn.debug.trace import (
 from ops_nn.debug.verdict import distance
 
 CLOSE = 0.02  # what is left of a difference that a rule explains
+_CAST = 2.0  # units that an input cast to another dtype may be off by; more is another input
 SURE = 1e-6  # a formula that reproduces a run's values to this is the run's
 _EPS_NAMES = ("eps", "variance_epsilon", "layer_norm_eps", "rms_norm_eps", "epsilon")
 _ROTARY_NAMES = ("rope", "rotary", "inv_freq", "theta", "base")
@@ -66,11 +68,14 @@ class _Case(NamedTuple):
             inside = path.startswith(f"{self.module}." if self.module else "") and path not in called[0] & called[1]
             if path != self.module and not inside:
                 continue
-            own, other = (t.modules.get(path, {}).get("facts", {}) for t in self.traces)
+            if path not in self.traces[1].modules:
+                continue
+            own, other = (t.modules[path]["facts"] for t in self.traces)
             prefix = "" if path == self.module else f"{path.removeprefix(self.module).strip('.')}."
+            alike = own.get("class") == other.get("class")  # what another class does not have is no setting of it
             for name in dict.fromkeys((*own, *other)):
                 x, y = own.get(name, "absent"), other.get(name, "absent")
-                if x != y:
+                if x != y and (alike or "absent" not in (x, y)):
                     yield prefix + name, x, y
 
     def tensors(self) -> tuple[Tensor, Tensor] | None:
@@ -105,6 +110,23 @@ def _in_part(case: _Case) -> str:
     if not large or LIGHT not in (case.traces[0].mode, case.traces[1].mode):
         return ""
     return "; an element of every row of its weights was compared, mode='full' compares all"
+
+
+def _behind(case: _Case) -> Cause | None:
+    """The code between modules sent a module another gradient."""
+    if case.culprit.key.direction != OUTPUT_GRADIENT:
+        return None
+    name = case.module or "the model"
+    words = f"the gradient that comes back to {name} is another{_times(case)}, and what the code behind it was given agrees"
+    return Cause("code between modules", words + ": a backward or a hook of its own, a scale, or a detach")
+
+
+def _times(case: _Case) -> str:
+    """By which number B is A, where it is one."""
+    if case.a is None or case.b is None or not case.b.figures.l2:
+        return ""
+    k, left = _ratio(case.a, case.b)
+    return f", {k:.4g} times A's" if left < CLOSE * abs(k - 1) or (left < 0.1 and not case.culprit.difference.exact) else ""
 
 
 def _lost(case: _Case) -> Cause | None:
@@ -214,7 +236,7 @@ def _factor(case: _Case) -> Cause | None:
     k, left = _ratio(case.a, case.b)
     noise = 2 * case.culprit.given + case.culprit.difference.limit
     if left < max(CLOSE * abs(k - 1), min(noise, 0.2 * abs(k - 1))) and abs(k - 1) > 1e-6:
-        what = {FORWARD: "result", INPUT_GRADIENT: "gradient", PARAMETER_GRADIENT: "gradient"}[case.culprit.key.direction]
+        what = {FORWARD: "result", INPUT: "input"}.get(case.culprit.key.direction, "gradient")
         kind = "sign" if abs(k + 1) < CLOSE else "factor"
         return Cause(kind, f"the {what} in B is {k:.6g} times that in A: a scale, a mean over another count, or a sum taken twice")
     return None
@@ -222,7 +244,7 @@ def _factor(case: _Case) -> Cause | None:
 
 def _ratio(a: Record, b: Record) -> tuple[float, float]:
     if a.tensor is None or b.tensor is None or a.shape != b.shape:
-        return a.figures.ratio(b.figures)
+        return a.figures.ratio(b.figures, sketched_alike(math.prod(a.shape), a.torch_dtype, b.torch_dtype))
     x, y = a.tensor.double().flatten(), b.tensor.double().flatten()
     k = (x @ y / (x @ x).clamp_min(1e-300)).item()
     return k, ((y - k * x).norm() / y.norm().clamp_min(1e-300)).item()
@@ -236,7 +258,7 @@ def _layout(case: _Case) -> Cause | None:
     if pair is not None:
         same = pair[0].dtype == pair[1].dtype and torch.equal(*(t.flatten().sort().values for t in pair))
     else:
-        same = _alike(case.a.figures, case.b.figures)
+        same = case.a.dtype == case.b.dtype and _alike(case.a.figures, case.b.figures)
     if not same:
         return None
     return Cause("layout", "the same values stand in other places: a transpose, a stride that was not honoured, or another order of rows")
@@ -320,6 +342,21 @@ def _rows_scaled(case: _Case) -> Cause | None:
     return None
 
 
+def _built(case: _Case) -> Cause | None:
+    """The two modules are not built alike: another class, or a part that only one has."""
+    known = [t.modules for t in case.traces]
+    inside = f"{case.module}." if case.module else ""
+    for path in dict.fromkeys((*known[0], *known[1])):
+        if path != case.module and not (path.startswith(inside) and path):
+            continue
+        own, other = (m[path]["facts"]["class"] if path in m else "" for m in known)
+        if own and other and own != other:
+            return Cause("another module", f"{path or 'the model'} is {own} in A and {other} in B")
+        if own != other:
+            return Cause("another module", f"{path} ({own or other}) is in {'A' if own else 'B'} only")
+    return None
+
+
 def _order(case: _Case) -> Cause | None:
     found = case.culprit.difference
     if found.l2 <= 30 * found.limit:
@@ -332,24 +369,31 @@ def _order(case: _Case) -> Cause | None:
 
 
 _RULES: tuple[Callable[[_Case], Cause | None], ...] = (
+    _behind,
     _lost, _tie, _dropped, _dtype, _attribute, _buffer, _bf16_values, _random, _gelu, _factor, _layout, _positions, _rows_scaled, _order,
+    _built,
 )  # fmt: skip
 
 
 def first_given(comparison: Comparison) -> Cause | None:
-    """A difference in what the runs were given: the batch, or the weights at the start. It explains all that follows."""
+    """A difference in what the runs were given, which explains what follows: the batch, or the loss behind the model."""
     calls = comparison.a.calls
     if not calls:
         return None
-    first = min(range(len(calls)), key=lambda i: i)
-    root = calls[first]
     for key, found in comparison.differences.items():
-        same_call = key[:3] == (root.module, root.number, INPUT)
-        if same_call and not found.bitwise and comparison.a.records[key].torch_dtype in (torch.int64, torch.int32, torch.bool):
-            return Cause(
-                "data", f"{key.module or 'the model'} was given another {key.name or 'input'}: another batch, or another order of the data"
-            )
-    return None
+        if key[:3] == (calls[0].module, calls[0].number, INPUT) and not found.bitwise:
+            pair = [trace.records[key].torch_dtype for trace in (comparison.a, comparison.b)]
+            rounded = max((_CAST * torch.finfo(dtype).eps for dtype in pair if dtype.is_floating_point), default=0.0)
+            if found.l2 > max(found.limit, rounded if pair[0] != pair[1] else 0.0):
+                what = f"input {key.name}" if key.name.isdigit() else key.name or "input"
+                return Cause("data", f"{key.module or 'the model'} was given another {what}: another batch, or another order of the data")
+    behind = comparison.another_loss()
+    if behind is None:
+        return None
+    a, b = (t.records[behind] for t in (comparison.a, comparison.b))
+    times = _times(_Case(Culprit(behind, comparison.differences[behind], 0.0), a, b, (comparison.a, comparison.b), comparison))
+    what = f"the gradient that came back to {behind.module or 'the model'} is another{times}, and what it returned agrees"
+    return Cause("loss", f"{what}: other labels, another loss, or another scale of it")
 
 
 __all__ = ["Cause", "Key", "first_given", "likely_cause"]

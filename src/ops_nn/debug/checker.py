@@ -17,7 +17,7 @@ from ops_nn.debug import names, replay
 from ops_nn.debug.compare import Comparison, floors_of
 from ops_nn.debug.observe import FULL, Observer
 from ops_nn.debug.report import Report
-from ops_nn.debug.trace import ENDED, LIGHT, Key, Trace
+from ops_nn.debug.trace import ENDED, INPUT_GRADIENT, LIGHT, OUTPUT_GRADIENT, Key, Trace
 
 BLOCKS, ALL, OPERATORS = "blocks", "all", "operators"
 _WHERE = "ConsistencyChecker"
@@ -161,7 +161,7 @@ class ConsistencyChecker:
             name = f"{key.module or 'model'}-{key.call}-{key.direction.replace(' ', '-')}.safetensors"
             path = self.folder / name
             try:
-                why = replay.dump(path, key, a, b, self.precision)
+                why = replay.dump(path, _to_run(key, a), a, b, self.precision)
             except OSError as error:
                 why = f"{path} cannot be written ({error.strerror or error})"
             if why:
@@ -176,6 +176,14 @@ class ConsistencyChecker:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="ops-math-"))
         return self._folder
+
+
+def _to_run(key: Key, trace: Trace) -> Key:
+    """What shows a fault when it runs alone: the module, or the call around it where the code between modules is to blame."""
+    if key.direction != OUTPUT_GRADIENT:
+        return key
+    around = next((c.parent for c in trace.calls if (c.module, c.number) == (key.module, key.call)), -1)
+    return key if around < 0 else Key(trace.calls[around].module, trace.calls[around].number, INPUT_GRADIENT)
 
 
 def _neighbour(value: Tensor, up: Tensor) -> Tensor:

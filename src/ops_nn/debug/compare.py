@@ -2,7 +2,8 @@
 
 A module is a culprit where what it was given agrees and what it made of it does not: its error is beyond what rounding explains plus
 `GROWTH` times the error that it was given. Of nested ones the innermost is named. What it was given is, in the forward, its inputs; in
-the backward its output gradients, and the values of the forward, which the backward reads. Of compiled code only the boundary is seen:
+the backward its output gradients, and the values of the forward, which the backward reads. The code between modules may be a culprit in
+the backward too: then the output gradient that it sent to a module is named. Of compiled code only the boundary is seen:
 what rounding explains of each of the n modules inside counts as given too, as of n independent errors.
 """
 
@@ -17,6 +18,7 @@ from ops_nn.debug.facing import RESULTS, check_formats, check_seen, pairs, struc
 from ops_nn.debug.trace import (
     DIRECTIONS,
     FORWARD,
+    GRADIENTS,
     INPUT,
     INPUT_GRADIENT,
     OUTPUT_GRADIENT,
@@ -27,7 +29,7 @@ from ops_nn.debug.trace import (
     Record,
     Trace,
 )
-from ops_nn.debug.verdict import BITWISE, DIFFERENT, FLOOR_FACTOR, GROWTH, ROUNDING, Difference, difference
+from ops_nn.debug.verdict import BITWISE, DIFFERENT, FLOOR_FACTOR, GROWTH, GROWTH_BETWEEN, ROUNDING, Difference, difference
 
 # A gradient that only one run has. It is a fault of its module where the gradients that arrived there agree to this.
 LOST = Difference(False, math.inf, math.inf, 0.0, True)
@@ -198,7 +200,7 @@ class Comparison:
             given = self._given_backward(key)
             if given is not None and given <= LOST_BELOW:
                 found.append(Culprit(key, LOST, given))
-        found = self._innermost(_joined(found, self.a))
+        found = self._innermost(_joined(found + self._between(), self.a))
         blamed = {c.key.module for c in found}
         for key in self._parameter_keys():
             given = self._given_parameter(key)
@@ -211,6 +213,42 @@ class Comparison:
                 found.append(Culprit(key, LOST, given))
         found = [c for c in found if "." not in c.key.name or not any(_holds(c.key.module, o.key.module) for o in found)]
         return sorted(found, key=lambda c: (-self._last_end(c.key.module), DIRECTIONS.index(c.key.direction)))
+
+    def _between(self) -> list[Culprit]:
+        """Output gradients that came from the code between modules and are not explained by what that code had: those of the call
+        around it, what the modules behind it sent back, and the values of the forward. What a module sent back itself is judged there."""
+        found = []
+        for index, call in enumerate(self.a.calls):
+            inner = sorted((c for c in self.a.calls if c.parent == index), key=lambda c: -c.end)
+            had = self.worst(call.module, call.number, OUTPUT_GRADIENT)
+            if had is None:
+                continue
+            had += max(self.worst(c.module, c.number, INPUT, FORWARD) or 0.0 for c in (call, *inner))
+            sent = self._bits(call, OUTPUT_GRADIENT)
+            for one in inner:
+                new = [k for k in self._keys(one, OUTPUT_GRADIENT) if self.a.records[k].figures.fingerprint not in sent]
+                bad = [k for k in new if self._unexplained(k, GROWTH_BETWEEN / GROWTH * had)]
+                if bad:
+                    found.append(Culprit(bad[0], self.differences[bad[0]], had))
+                    break
+                sent |= self._bits(one, INPUT_GRADIENT)
+                had = max(had, self.worst(one.module, one.number, INPUT_GRADIENT) or 0.0)
+        return found
+
+    def another_loss(self) -> Key | None:
+        """The output gradient of a model's call that what the call returned does not explain: the code behind the model made it."""
+        for call in self.a.calls:
+            given = self.worst(call.module, call.number, INPUT, FORWARD) or 0.0
+            for key in self._keys(call, OUTPUT_GRADIENT) if call.parent < 0 else ():
+                if self._unexplained(key, GROWTH_BETWEEN / GROWTH * given):
+                    return key
+        return None
+
+    def _keys(self, call: Call, direction: str) -> list[Key]:
+        return self._of_call.get((call.module, call.number, direction), [])
+
+    def _bits(self, call: Call, direction: str) -> set[str]:
+        return {self.a.records[key].figures.fingerprint for key in self._keys(call, direction)}
 
     def _vanishes(self, key: Key) -> bool:
         """Whether an input's gradient is what is left of a sum that cancels: its error is rounding beside the summands.
@@ -303,11 +341,12 @@ class Comparison:
             for key in self._of_call.get((call.module, call.number, INPUT), ())
             for found in (self.differences[key],)
         )
+        same_loss = self.another_loss() is None
         earliest = min((self.a.records[k].order for k in guilty if k.direction == FORWARD), default=math.inf)
         rows = []
         for key, found in sorted(self.differences.items(), key=lambda item: self.a.records[item[0]].order):
             before = not guilty or (key.direction in (INPUT, FORWARD) and self.a.records[key].order < earliest)
-            clean = before and fed_alike and math.isfinite(found.l2)
+            clean = before and fed_alike and math.isfinite(found.l2) and (same_loss or key.direction not in GRADIENTS)
             if found.bitwise:
                 verdict = BITWISE
             elif key not in guilty and (found.l2 <= found.limit or (clean and key.direction != PARAMETER)):

@@ -29,6 +29,7 @@ from torch import Tensor
 import ops_math as om
 
 SIZES, SKETCH, SAMPLES = 4, 64, 16
+SLAB_BYTES = 2**15  # as `om.FigureTable` cuts a tensor
 MASK = 2**64 - 1
 WHOLE_BELOW = 2**14  # elements: smaller weights and buffers, as norms', biases and the angles of positions, are read whole
 FEWEST, STEP = 256, 251  # elements that are read of a weight, and how far they are apart where rows are shorter: a prime
@@ -53,27 +54,41 @@ class Figures(NamedTuple):
     sketch: tuple[float, ...]
     samples: tuple[float, ...]
 
-    def distance(self, other: Figures) -> float:
+    def distance(self, other: Figures, alike: bool = True) -> float:
         """An estimate of the relative l2 distance, good to a third; 0 where both have the same bits.
 
-        Infinite where one has NaN or infinities that the other has not.
+        Infinite where one has NaN or infinities that the other has not. Sketches that are not `alike`, as `sketched_alike` says, are sums
+        of other elements: there the samples and the sizes must do, which know the distance to a factor of two.
         """
         if self.fingerprint == other.fingerprint:
             return 0.0
         if (self.nans, self.infinities) != (other.nans, other.infinities):
             return math.inf
-        size = max(self.l2, 1e-300)
-        apart = math.sqrt(math.fsum((a - b) ** 2 for a, b in zip(self.sketch, other.sketch, strict=True)))
-        return max(apart, abs(self.l2 - other.l2)) / size
+        sizes = abs(self.l2 - other.l2) / max(self.l2, 1e-300)
+        pairs = self._pairs(other, alike)
+        scale = self.l2 if alike else math.sqrt(math.fsum(a * a for a, _ in pairs))
+        return max(math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs)) / max(scale, 1e-300), sizes)
 
-    def ratio(self, other: Figures) -> tuple[float, float]:
+    def ratio(self, other: Figures, alike: bool = True) -> tuple[float, float]:
         """The factor k for which k times this is nearest to the other, and the relative distance that is left then."""
-        power = math.fsum(a * a for a in self.sketch)
+        pairs = self._pairs(other, alike)
+        power, theirs = math.fsum(a * a for a, _ in pairs), math.sqrt(math.fsum(b * b for _, b in pairs))
         if not power:
             return 0.0, math.inf
-        k = math.fsum(a * b for a, b in zip(self.sketch, other.sketch, strict=True)) / power
-        left = math.sqrt(math.fsum((b - k * a) ** 2 for a, b in zip(self.sketch, other.sketch, strict=True)))
-        return k, left / max(other.l2, 1e-300)
+        k = math.fsum(a * b for a, b in pairs) / power
+        left = math.sqrt(math.fsum((b - k * a) ** 2 for a, b in pairs))
+        return k, left / max(other.l2 if alike else theirs, 1e-300)
+
+    def _pairs(self, other: Figures, alike: bool) -> list[tuple[float, float]]:
+        """Sums of both, or samples that are numbers in both."""
+        if alike:
+            return list(zip(self.sketch, other.sketch, strict=True))
+        return [(a, b) for a, b in zip(self.samples, other.samples, strict=True) if math.isfinite(a) and math.isfinite(b)]
+
+
+def sketched_alike(count: int, a: torch.dtype, b: torch.dtype) -> bool:
+    """Whether sketches of `count` elements in two dtypes add up the same elements with the same signs: signs go by bytes beyond 32 KiB."""
+    return a.itemsize == b.itemsize or count * max(a.itemsize, b.itemsize) <= SLAB_BYTES
 
 
 def measure(t: Tensor) -> Tensor:

@@ -130,6 +130,7 @@ class Observer:
         self.paths = {id(place.module): path for path, place in self.layout.places.items() if path in chosen}
         self.counts: dict[str, int] = {}
         self.again: dict[str, int] = {}
+        self.without_graph: dict[str, list[int]] = {}
         self.table = om.FigureTable()
         self.pending: list[Pending] = []
         self.halves: dict[Key, Tensor] = {}
@@ -285,14 +286,20 @@ class Observer:
         if len(self.pending) > before and -1 not in versions:
             self.sums[place] = _Sum((weakref.ref(leaf.summands[0]), weakref.ref(leaf.summands[1])), versions, self.pending[-1])
 
-    def _number(self, path: str) -> tuple[int, bool]:
-        """The number of the call that begins, and whether it is an earlier one that is recomputed."""
+    def _number(self, path: str) -> tuple[int | None, bool]:
+        """The number of the call that begins, and whether it is an earlier one that is recomputed.
+
+        A recomputed call has no number where the first run had a graph already: gradients arrive there, and none here.
+        """
         made = self.counts.get(path, 0)
         if in_backward() and made:
             again = self.again[path] = self.again.get(path, 0) + 1
             self.note("activation checkpointing: modules that were recomputed in the backward count once")
-            return max(made - again, 0), True  # a backward goes through the calls from the last to the first
+            numbers = self.without_graph.get(path)  # a backward goes through the calls from the last to the first
+            return None if numbers is None else numbers[max(len(numbers) - again, 0)], True
         self.counts[path] = made + 1
+        if not torch.is_grad_enabled():
+            self.without_graph.setdefault(path, []).append(made)
         return made, False
 
     def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -301,6 +308,8 @@ class Observer:
         if path is None or torch.jit.is_tracing():
             return _plain_call(module, *args, **kwargs)
         number, again = self._number(path)
+        if number is None:
+            return _plain_call(module, *args, **kwargs)
         tensors = list(trees.arguments(args, kwargs))
         index = -1
         if not again:

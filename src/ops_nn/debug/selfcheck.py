@@ -112,7 +112,8 @@ class _Runner(NamedTuple):
                 f"selfcheck: {self.script.name} did not end within {self.seconds:g} s. Give it fewer steps, or more time by --seconds."
             ) from None
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            said = [line for line in done.stderr.strip().splitlines() if "RuntimeWarning: 'ops_nn" not in line]
+            last = said[-1] if said else f"its process ended with code {done.returncode}"
             if last.startswith(REFUSED):
                 raise om.ArgumentError(last.removeprefix(REFUSED))
             lines = re.findall(rf'File "{re.escape(str(self.script))}", line (\d+)', done.stderr)

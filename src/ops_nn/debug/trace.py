@@ -171,7 +171,7 @@ class Trace:
             raise om.ArgumentError(f"Trace.load: path must be a folder with {INDEX} in it; got {folder}. Name what Trace.save wrote.")
         try:
             fields = json.loads(index.read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise om.UnsupportedError(f"Trace.load: {index}: it is not complete ({error}). Trace the run again.") from error
         found = fields.get("format") if isinstance(fields, dict) else None
         if not isinstance(found, int) or not OLDEST_FORMAT <= found <= FORMAT:
@@ -180,7 +180,11 @@ class Trace:
                 f"Trace.load: {index}: a trace of format {found}, and this version reads format {reads}. "
                 "Compare with the version that wrote it, or trace the run again."
             )
-        return _of_index(fields, *_read_shards(folder))
+        try:
+            return _of_index(fields, *_read_shards(folder))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise om.UnsupportedError(f"Trace.load: {index}: a field is missing or was edited ({what}). Trace the run again.") from error
 
     def _index(self) -> dict[str, Any]:
         return {

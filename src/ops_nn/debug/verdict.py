@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 
 from ops_math.testing.budget import UNIT
+from ops_nn.debug.figures import sketched_alike
 from ops_nn.debug.trace import Record
 
 BITWISE, ROUNDING, DIFFERENT = "bitwise", "within rounding", "different"
 # By how much a module may amplify an error that it was given, beyond which the rest is its own.
 GROWTH = 8.0
+# The same of code between modules in the backward, and of what is behind the model: a confident loss amplifies by its logits.
+GROWTH_BETWEEN = 32.0
 # A noise floor is one draw of it.
 FLOOR_FACTOR = 4.0
 STORED_SHARE = 0.25
@@ -77,7 +80,8 @@ def difference(a: Record, b: Record, precision: float, autocast: str = "") -> Di
     top = max(a.figures.max, 1e-300)
     pairs = zip(a.figures.samples, b.figures.samples, strict=True)
     worst = max((abs(x - y) for x, y in pairs if math.isfinite(x) and math.isfinite(y)), default=0.0)
-    return Difference(False, a.figures.distance(b.figures), max(worst, abs(a.figures.max - b.figures.max)) / top, most, False)
+    alike = sketched_alike(math.prod(a.shape), *dtypes)
+    return Difference(False, a.figures.distance(b.figures, alike), max(worst, abs(a.figures.max - b.figures.max)) / top, most, False)
 
 
 def distance(a: Tensor, b: Tensor) -> tuple[float, float]:

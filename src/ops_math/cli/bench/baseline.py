@@ -50,8 +50,8 @@ class Verdict(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether the command must end with exit code 1: a row is slower, or is no longer measured."""
-        return bool(self.regressed or self.gone)
+        """Whether the command must end with exit code 1: a row is slower, is no longer measured, or there was none to hold."""
+        return bool(self.regressed or self.gone or not self.held)
 
 
 def path_of(name: str, device: str) -> Path:

@@ -105,9 +105,16 @@ def tell_verdict(console: Console, verdict: Verdict, baseline: Path) -> None:
         console.print(f"in the baseline and no longer measured: {gone}", style="red", highlight=False, markup=False, soft_wrap=True)
     for new in verdict.new:
         console.print(f"not in the baseline: {new}", highlight=False, markup=False, soft_wrap=True)
+    if not verdict.held:
+        console.print(
+            "no figure of this run is in the baseline: nothing was held", style="red", highlight=False, markup=False, soft_wrap=True
+        )
     calm = len(verdict.held) - len(verdict.regressed)
     console.print(
-        f"{baseline}: {len(verdict.held)} figures held, {len(verdict.regressed)} slower, {calm} not", highlight=False, markup=False
+        f"{baseline}: {len(verdict.held)} figures held, {len(verdict.regressed)} slower, {calm} not",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
     )
 
 
