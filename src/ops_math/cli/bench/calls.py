@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import random
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ops_math import checks
+from ops_math import catalog, checks, keywords
 from ops_math.spec import DTYPE_OF, Call
 from ops_math.testing import Draw
 
@@ -166,6 +167,27 @@ def keywords_of(given: list[str]) -> Keywords:
             value = text
         found[name] = tuple(value) if isinstance(value, list) else value
     return found
+
+
+def check_keywords(function: str, given: Keywords) -> None:
+    """The function takes these keywords and values of this kind, and none of them is what is drawn for it.
+
+    Raises: ArgumentError, with the keyword that is meant where one is.
+    """
+    if not given:
+        return
+    entry, public = CALLS[function], catalog.public_functions()[function].public[function]
+    sizes = sizes_of(function, entry.small[0][0])
+    drawn = (*keywords.in_order(public)[: len(entry.make(DeviceDraw(0, "fp32", torch.device("cpu")), sizes))], *entry.keywords(sizes))
+    names = tuple(inspect.signature(public).parameters)
+    for name, value in given.items():
+        if name not in names:
+            checks.fail("bench", "--with", f"a keyword of {function}", name, keywords.advice(function, name, names))
+        if name in drawn:
+            checks.fail("bench", "--with", f"a keyword of {function} beside {', '.join(drawn)}", name, "Those follow from --shape.")
+        said = keywords.unfit(public, name, value)
+        if said is not None:
+            checks.fail("bench", "--with", f"{name}= and {said[0]} for {function}", said[1], said[2])
 
 
 def call_of(function: str, shape: str, dtype: str, device: torch.device, keywords: Keywords) -> Call:

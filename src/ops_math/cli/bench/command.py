@@ -25,6 +25,10 @@ from ops_math.spec import DTYPE_OF
 ALL, STEP = "all", "step"
 HELD_SESSIONS = 5  # with --save and --check: enough to see how much a row moves from session to session
 FAILED = 1
+NO_KEYWORDS = {
+    optimizer.NAME: f"Its sizes are {optimizer.SIZES}; it takes no keywords here.",
+    STEP: "Its sizes are those of its --model; it takes no keywords.",
+}
 STEP_OF = {"torch": steps.PLAIN, "compile": steps.COMPILE, "liger": steps.LIGER}
 STEP_OURS = (steps.OURS, steps.PACKED)
 
@@ -69,6 +73,8 @@ def plans(asked: Asked) -> list[driver.Plan]:
         found = [driver.Plan(optimizer.NAME, shape, {}, asked.dtype, asked.device, asked.names) for shape in shapes]
         for shape in shapes:
             optimizer.sizes_of(shape)
+    for function in functions:
+        calls.check_keywords(function, asked.keywords)
     for function in functions:
         entry = calls.CALLS[function]
         if asked.random:
@@ -140,9 +146,9 @@ def check_options(
 ) -> Asked:  # fmt: skip
     """The options as they are meant, or an error in words."""
     checks.one_of("bench", "OP", function, (*calls.CALLS, optimizer.NAME, ALL, STEP))
-    if function == optimizer.NAME and (random or keywords):
+    if function in NO_KEYWORDS and (random or keywords):
         given = "--random" if random else "--with"
-        checks.fail("bench", given, "left out for adamw", "it", "Its sizes are " + optimizer.SIZES + "; it takes no keywords here.")
+        checks.fail("bench", given, f"left out for {function}", "it", NO_KEYWORDS[function])
     place = chosen_device("bench", device)
     gpu = place.type == "cuda"
     checks.one_of("bench", "--dtype", dtype or "bf16", tuple(DTYPE_OF))
@@ -161,6 +167,8 @@ def check_options(
     chosen = model or ("llama-1b" if gpu else "llama-tiny")
     checks.one_of("bench", "--model", chosen, tuple(steps.SETUPS))
     posed = tuple(name for name in variants.split(",") if name)
+    if variants and not posed:
+        checks.fail("bench", "--variants", "names separated by commas", repr(variants), f"Each {contenders.HOW}.")
     for name in posed:
         contenders.variant_of(name)
     if (posed or floor) and function != STEP:

@@ -155,6 +155,8 @@ def liger(name: str) -> Callable[..., Any]:
 def asked(vs: str) -> tuple[str, ...]:
     """The names of `--vs`, checked; plain PyTorch is always among them, since ratios are to it."""
     names = [name.strip() for name in vs.split(",") if name.strip()]
+    if vs and not names:
+        checks.fail("bench", "--vs", "at least one of " + ", ".join((*NAMES, EACH)), repr(vs), "Leave it out for all that can be here.")
     for name in names:
         checks.one_of("bench", "--vs", name, (*NAMES, EACH))
     return tuple(dict.fromkeys([TORCH, *names]))
