@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 class Row(NamedTuple):
     """One line of `om.stats()`. `bytes` [B] is the least traffic of all its calls; `fallback` says why the device's own
-    implementation did not run; `problem` is the first problem it ran."""
+    implementation did not run; `problem` is the first problem it ran. Of a block (phase `block`) only calls that ran otherwise than they
+    might are counted: `module`, as it is, or `fused, unpacked`, after packed weights were moved apart."""
 
     op: str
     phase: str

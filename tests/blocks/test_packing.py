@@ -121,7 +121,10 @@ def test_what_moves_parameters_apart_does_no_harm_and_is_said(how, one_product):
     with om.enabled(False):
         plain = moved(IDS, labels=IDS).loss
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4, check_dtype=False)
-    assert "moved apart; pack_weights lays them together again" in str(om.stats())
+    rows = [row for row in om.stats().rows if row.phase == "block"]
+    assert rows
+    assert all("moved apart; pack_weights lays them together again" in row.fallback for row in rows)
+    assert {row.implementation for row in rows} == {"fused, unpacked"}  # it does not run as the module that it is
 
 
 def test_a_weight_written_between_forward_and_backward_is_noticed():

@@ -30,9 +30,10 @@ class _Branch(NamedTuple):
     norm: Any
 
 
-def _note(site: str, what: str, reason: str) -> None:
+def _note(site: str, what: str, reason: str, ran: str = "module") -> None:
+    """Count a call that ran otherwise than it might: by default the module itself, as it is."""
     if not torch.compiler.is_compiling():
-        note_module(site, "module", f"{what}: {reason}")
+        note_module(site, ran, f"{what}: {reason}")
 
 
 def _dropped(branch: torch.Tensor, p: float, rng: Rng | None) -> torch.Tensor:
@@ -162,7 +163,7 @@ def _read_mlp(site: str, module: Any, kwargs: dict[str, Any], h: torch.Tensor) -
 def _note_undone(site: str, module: Any) -> None:
     why = packing.why_undone(module)
     if why:
-        _note(site, type(module).__name__, why)
+        _note(site, type(module).__name__, why, "fused, unpacked")
 
 
 def _attention_branch(site: str, attn: Any, kwargs: dict[str, Any], h: torch.Tensor, rng: Rng | None, compose: bool) -> _Branch | None:
