@@ -85,6 +85,19 @@ def test_of_a_candidate_that_lost_the_fastest_configuration_is_shown():
     assert schedule.explain(entry, "fwd", problem._replace(rows=104), cpu).measured == ""
 
 
+def test_a_measurement_of_configurations_that_there_are_not_is_not_called_the_reason():
+    entry = toy.registered(
+        {"magic": toy.eager, "eager": toy.eager}, **{n: {"configs": lambda p, d, phase: ("a",)} for n in ("magic", "eager")}
+    )
+    problem = toy.ToyProblem(100, 200, "fp32")
+    times = {"eager:z": 3.0, "magic:y": 9.0}
+    found = row(problem, bucket=bucket(problem), times_us=times, noise={}, host_us={}, winner="eager:z", source="no-sources")
+    add(CPU, [found], save=False)
+    told = schedule.explain(entry, "fwd", problem, backends.device_of(torch.device("cpu")))
+    assert told.reason == "fastest predicted"
+    assert told.measured == "here, 2026-11-29, but none of the candidates that can run"
+
+
 def test_an_explanation_is_the_choice_that_a_call_makes():
     x = torch.randn(300, 200)
     om.reset_stats()

@@ -15,10 +15,10 @@ import ops_math as om
 from ops_math import backends, schedule
 from ops_math.schedule import store
 from ops_math.schedule.identity import Identity, identity_of
-from ops_math.schedule.live import add, contents_of
+from ops_math.schedule.live import add, contents_of, record_for
 from ops_math.schedule.record import Ceilings, Measurement, bucket, from_row, to_row
 from ops_math.schedule.store import ScheduleWarning
-from tests.schedule.toy import ToyProblem
+from tests.schedule.toy import ToyProblem, eager, registered
 
 HERE = Identity("cuda", "NVIDIA H200", "90", 132, "580.65", "2.13.0", "3.9.0")
 CPU = identity_of(backends.device_of(torch.device("cpu")))
@@ -263,3 +263,18 @@ def test_a_full_disk_leaves_an_older_export_whole(monkeypatch, tmp_path):
         schedule.export(path)
     assert path.read_text() == old
     assert [p.name for p in tmp_path.iterdir() if p.suffix == ".part"] == []
+
+
+def test_measurements_edited_to_candidates_that_an_operator_does_not_have_are_named_and_not_used(tmp_path):
+    registered({"vendor": eager, "eager": eager})
+    edited = row("edited", source="no-sources", times_us={"bogus": 5.0, "eager:Config(1)": 7.0}, winner="bogus")
+    good = row("good", source="no-sources")
+    path = store.folder() / CPU.file_name
+    store.write(path, CPU, [edited, good], None)
+    schedule.reread()
+    with pytest.warns(ScheduleWarning, match=r"^schedule: 1 measurements are not used: toy has no bogus\. Their problems are predicted"):
+        record = record_for(backends.device_of(torch.device("cpu")))
+    assert [m.problem for m in record.exact.values()] == ["good"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        record_for(backends.device_of(torch.device("cpu")))  # said once

@@ -86,7 +86,9 @@ def explain(
         predicted = predict_us(candidate, problem, cost, on, phase)
         rows.append(Row(candidate.name, name.partition(":")[2], len(configs), predicted, times, host, noise, runs, why))
     source = f"here, {found.when[:10]}, numbers held to {found.checked}" if found is not None else (shipped.source if shipped else "")
-    if found is not None and not exactly:
+    if found is not None and not any(row.measured_us for row in rows):
+        source = f"here, {found.when[:10]}, but none of the candidates that can run"
+    elif found is not None and not exactly:
         source += f", on a like problem: {found.problem}"
     floor = max(cost.bytes / (on.bandwidth_gbs * 1e3), cost.total_flops / (on.product_tflops * 1e6))
     refused = tuple(found.refused.items()) if found is not None else ()

@@ -101,7 +101,7 @@ def record_for(device: Device) -> Record:
     if found is None:
         base = load_shipped()._replace(frozen=LIVE.frozen, silent=silent)
         contents = NONE if silent else contents_of(identity_of(device))
-        current = [m for m in contents.measurements.values() if m.source == _source(m.op)]
+        current = _understood([m for m in contents.measurements.values() if m.source == _source(m.op)])
         found = LIVE.records[key] = of_measurements(base, current, contents.ceilings)
     return found
 
@@ -109,6 +109,18 @@ def record_for(device: Device) -> Record:
 def _source(op: str) -> str | None:
     operator = LIVE.operators.get(op)
     return None if operator is None else source_of(operator.implementations()[0])
+
+
+def _understood(found: list[Measurement]) -> list[Measurement]:
+    """Those whose candidates their operators have. Others were edited by hand: the sources that they name are today's."""
+    known = {op: {i.name for i in LIVE.operators[op].implementations()} for op in {m.op for m in found}}
+    named = {m.key: sorted({name.partition(":")[0] for name in m.times_us} - known[m.op]) for m in found}
+    unknown = {m.op: named[m.key] for m in found if named[m.key]}
+    if unknown:
+        who = "; ".join(f"{op} has no {' and no '.join(names)}" for op, names in sorted(unknown.items()))
+        count = sum(bool(names) for names in named.values())
+        store.warn(f"schedule: {count} measurements are not used: {who}. Their problems are predicted until measured anew.")
+    return [m for m in found if not named[m.key]]
 
 
 def devices_here() -> list[Device]:
