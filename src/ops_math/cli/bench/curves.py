@@ -160,6 +160,7 @@ def train(runner: Runner, batches: Sequence[Batch], peak: float, run: str = "", 
     torch.manual_seed(seed)
     losses = torch.full((count,), torch.nan, device=device)
     settled, start = min(10, count // 2), 0.0
+    runner.inputs = {name: tensor.clone() for name, tensor in runner.inputs.items()}  # inputs and labels may be one tensor
     for i, batch in enumerate(batches):
         if i == settled:
             synchronize(device)
