@@ -131,7 +131,7 @@ def test_a_loss_that_is_no_number_differs_and_without_plain_runs_nothing_is_judg
 @pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1.0), (torch.bfloat16, 1 / 12)])
 def test_matrices_move_by_one_ulp_and_vectors_stay(dtype, share):
     model, still = build("llama-tiny", dtype=dtype), build("llama-tiny", dtype=dtype)
-    curves.perturb(model, 1)
+    curves.perturb(model, 1, dtype)
     for p, q in zip(model.parameters(), still.parameters(), strict=True):
         if p.dim() == 1:
             assert torch.equal(p, q)
@@ -142,8 +142,35 @@ def test_matrices_move_by_one_ulp_and_vectors_stay(dtype, share):
         assert abs(moved.float().mean().item() - share) < 0.01
         assert abs((p > q).float().mean().item() - share / 2) < 0.01
     other = build("llama-tiny", dtype=dtype)
-    curves.perturb(other, 2)
+    curves.perturb(other, 2, dtype)
     assert not all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_under_autocast_weights_move_by_an_ulp_of_what_is_computed_with():
+    model, still = build("bert-tiny"), build("bert-tiny")
+    curves.perturb(model, 1, torch.bfloat16)
+    p, q = model.bert.embeddings.word_embeddings.weight, still.bert.embeddings.word_embeddings.weight
+    moved = p != q
+    assert abs(moved.float().mean().item() - 1 / 12) < 0.01
+    away = ((p - q).abs() / q.abs())[moved]
+    assert away.min() > 2**-9.01
+    assert away.max() < 2**-6.99
+
+
+def test_without_dropout_plain_runs_differ_by_their_weights(tokens, monkeypatch):
+    drops = []
+    original = curves.train
+
+    def train(runner, *args):
+        drops.extend(m.p for m in runner.model.modules() if isinstance(m, torch.nn.Dropout))
+        return original(runner, *args)
+
+    monkeypatch.setattr(curves, "train", train)
+    asked = curves.Asked("bert-tiny", contenders.Setup(1, 32, torch.float32, True), ("ops",), "cpu", 2, dropout=False)
+    found = list(curves.measure(asked, tokens))
+    assert [one.run for one in found] == ["", "", "weights moved 1", "weights moved 2"]
+    assert set(drops) == {0.0}
+    assert asked.noise == "one ulp in 0.0833 of the matrices' elements"
 
 
 def test_masked_batches_reach_the_model_as_they_are_and_other_masks_are_other_runs(tokens, monkeypatch):

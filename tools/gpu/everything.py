@@ -55,6 +55,7 @@ def jobs(rows: Path, out: Path) -> list[Job]:
         Job("lengths", "bert-large lengths", f"{lengths} --model bert-large --variants plain,{unequal}", 150, 8),
         Job("curves", "curves of llama-1b", f"{curves} --model llama-1b --variants packed+adamw", 300, 12),
         Job("curves", "curves of bert-large", f"{curves} --model bert-large --variants ops,packed+graphed", 150, 12),
+        Job("curves", "without dropout", f"{curves} --model bert-large --variants ops,packed+adamw --no-dropout", 150, 12),
         Job("accumulate", "accumulate", f"tools/gpu/accumulate.py --results {rows}", 100, 4),
         Job("random", "random shapes", f"benchmarks/random_shapes.py --seed 3 --results {rows}", 200, 60),
         Job("kernels", "bert-large alone", f"{alone} --model bert-large --variants ops", 90, 45),
