@@ -2,7 +2,7 @@
 
     python benchmarks/curves.py --model llama-1b --variants packed+adamw --results benchmarks/results/h200.jsonl
     python benchmarks/curves.py --model bert-large --variants ops,packed+graphed --results benchmarks/results/h200.jsonl
-    python benchmarks/curves.py --model bert-large --variants ops --no-dropout      # without the masks' noise, which hides most
+    python benchmarks/curves.py --model bert-large --variants ops --no-dropout      # without the masks' noise
     python benchmarks/curves.py --model llama-1b --planted 1.01      # and whether gradients that are 1 % wrong would be seen
     python benchmarks/curves.py --model llama-tiny --batch 2 --seq 64 --steps 60      # on a CPU; also bert-tiny
 
@@ -41,7 +41,7 @@ def asked_for() -> tuple[Asked, str | None]:
     parser.add_argument("--runs", type=int, default=curves.RUNS, help="of plain PyTorch beyond the first, at least 2")
     parser.add_argument("--lr", type=float, help="peak learning rate, by default the preset's")
     parser.add_argument("--planted", type=float, metavar="FACTOR", help="one more plain run, input gradients of branches times FACTOR")
-    parser.add_argument("--no-dropout", action="store_true", help="plain runs then differ by weights moved by one ulp: far sharper")
+    parser.add_argument("--no-dropout", action="store_true", help="plain runs then differ by weights moved by one ulp")
     parser.add_argument("--results")
     given = parser.parse_args()
     setup = SETUPS[given.model]

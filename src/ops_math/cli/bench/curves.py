@@ -29,7 +29,7 @@ STEPS, RUNS, WINDOW, POINT = 200, 2, 20, 10
 WARMUP_SHARE = 0.2  # of the steps, then the rate is constant
 # How many of the weights' elements move by one ulp. In fp32 all: an operator's roundings are as fine as the weights' and there are many.
 # In bf16 every twelfth, which is in all as much as one rounding of the weights (1/sqrt(12) ulp): all of them would move the loss of
-# llama-tiny by 1e-2, as much as input gradients of norms that are 1 % wrong, and hide these.
+# llama-tiny (2 x 64, windows of 10) by 1e-2, as much as input gradients of norms that are 1 % wrong, and hide these.
 MOVED = {torch.float32: 1.0, torch.bfloat16: 1 / 12}
 # With three plain runs, a fourth is as far away as this by chance one time in 18 if all windows move together, one in 10,000 if each
 # moves by itself; with two it would be one in 5 and one in 90, with four one in 65 (simulated, normal noise).
