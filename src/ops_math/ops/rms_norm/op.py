@@ -12,6 +12,7 @@ from ops_math.ops.rms_norm import plain
 from ops_math.ops.rms_norm.problem import RmsNormProblem
 from ops_math.spec import compute_dtype, product
 from ops_math.spec import dtype_name as name_of
+from ops_math.usual import Usual
 
 
 def _problem_fwd(
@@ -146,6 +147,9 @@ def offer(y: torch.Tensor, total: torch.Tensor, weight: torch.Tensor | None, eps
     recompute.offer(y, lambda total, weight: OP.fwd(total, None, weight, eps, offset, out)[0], total, weight)
 
 
+_RMS_NORM = Usual(_RmsNorm)
+
+
 def _check(operator: str, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
     checks.floating(operator, "x", x)
     checks.at_least_1d(operator, "x", x)
@@ -175,16 +179,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float 
     Raises: ArgumentError for an integer input, a weight of another width or device.
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019; backward derived in DESIGN.md.
     """
-    _check("rms_norm", x, weight, eps)
-    if not settings.active():
-        return plain.rms_norm(x, weight, eps=eps, weight_offset=weight_offset)
-    out = store_dtype(x)
-    if needs_grad(x, weight):
-        y = apply(_RmsNorm, x, weight, eps, weight_offset, out)
-        if recompute.wanted():
-            offer(y, x, weight, eps, weight_offset)
-        return y
-    return OP.fwd(x, None, weight, eps, weight_offset, out)[0]
+    way = _RMS_NORM.way(x, weight, eps)
+    if way is None:
+        _check("rms_norm", x, weight, eps)
+        if not settings.active():
+            return plain.rms_norm(x, weight, eps=eps, weight_offset=weight_offset)
+        way = _RMS_NORM.first((x, weight), (eps,), store_dtype(x))
+    if way.record is None:
+        return OP.fwd(x, None, weight, eps, weight_offset, way.out)[0]
+    y: torch.Tensor = way.record(x, weight, eps, weight_offset, way.out)
+    if recompute.wanted():
+        offer(y, x, weight, eps, weight_offset)
+    return y
 
 
 def add_rms_norm(
