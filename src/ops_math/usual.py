@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ops_math import checks, features, settings
+from ops_math import checks, features
 from ops_math.backends import short
 
 _KINDS_KEPT = 4  # ways of a function that are tried one after the other
@@ -20,11 +20,12 @@ _AGAIN = 64  # calls by the whole way until one is remembered in place of anothe
 
 
 class Way(NamedTuple):
-    """How a call goes on: the dtype of its result, and what records it for autograd (called with the arguments of the `autograd.Function`),
-    or None where nothing is recorded."""
+    """How a call goes on: the dtype of its result, what records it for autograd (called with the arguments of the `autograd.Function`) or
+    None where nothing is recorded, and what else the checks found out."""
 
     out: torch.dtype
     record: Callable[..., Any] | None
+    more: Any = None
 
 
 class Usual:
@@ -44,22 +45,22 @@ class Usual:
                     return found
         return None
 
-    def first(self, tensors: tuple[torch.Tensor | None, ...], rest: tuple[Any, ...], out: torch.dtype) -> Way:
-        """The way of a call that has passed the checks, which is remembered."""
-        whole = Way(out, functools.partial(apply, self.function) if needs_grad(*tensors) else None)
-        if torch.compiler.is_compiling() or not settings.active():
-            return whole
-        self.missed += 1
-        if len(self.known) < _KINDS_KEPT or self.missed % _AGAIN == 0:
-            self._remember(tensors, rest, out, whole.record is not None)
-        return whole
+    def first(
+        self, tensors: tuple[torch.Tensor | None, ...], rest: tuple[Any, ...], out: torch.dtype, more: Any = None, keep: bool = True
+    ) -> Way:
+        """The way of a call that has passed the checks, which is remembered unless `keep` is off."""
+        recorded = needs_grad(*tensors)
+        if keep and not torch.compiler.is_compiling():
+            self.missed += 1
+            if len(self.known) < _KINDS_KEPT or self.missed % _AGAIN == 0:
+                self._remember(tensors, rest, Way(out, features.bound_apply(self.function) if recorded else None, more))
+        return Way(out, functools.partial(apply, self.function) if recorded else None, more)
 
-    def _remember(self, tensors: tuple[torch.Tensor | None, ...], rest: tuple[Any, ...], out: torch.dtype, recorded: bool) -> None:
+    def _remember(self, tensors: tuple[torch.Tensor | None, ...], rest: tuple[Any, ...], way: Way) -> None:
         given = [t for t in tensors if t is not None]
         if not features.quiet() or not all(map(short.ordinary, given)) or not features.no_tangents():
             return
-        record = features.bound_apply(self.function) if recorded else None
-        made = short.like(tensors, rest, Way(out, record))
+        made = short.like(tensors, rest, way)
         if made is not None:
             self.known = (made, *self.known[: _KINDS_KEPT - 1])
 

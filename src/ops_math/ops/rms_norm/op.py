@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ops_math import checks, recompute, settings
-from ops_math.dispatch import absent, apply, define, needs_grad, once_differentiable, store_dtype
+from ops_math.dispatch import absent, define, once_differentiable, store_dtype
 from ops_math.ops.rms_norm import plain
 from ops_math.ops.rms_norm.problem import RmsNormProblem
 from ops_math.spec import compute_dtype, product
@@ -147,7 +147,7 @@ def offer(y: torch.Tensor, total: torch.Tensor, weight: torch.Tensor | None, eps
     recompute.offer(y, lambda total, weight: OP.fwd(total, None, weight, eps, offset, out)[0], total, weight)
 
 
-_RMS_NORM = Usual(_RmsNorm)
+_RMS_NORM, _ADD_RMS_NORM = Usual(_RmsNorm), Usual(_AddRmsNorm)
 
 
 def _check(operator: str, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
@@ -223,19 +223,22 @@ def add_rms_norm(
     Raises: ArgumentError for shapes that differ (nothing is broadcast), integer inputs, a weight of another width or device.
     Source: as `rms_norm`.
     """
-    _check("add_rms_norm", x, weight, eps)
-    checks.floating("add_rms_norm", "residual", residual)
-    checks.same_shape("add_rms_norm", "x", x, "residual", residual)
-    checks.same_device("add_rms_norm", "x", x, residual=residual)
-    if not settings.active():
-        return plain.add_rms_norm(x, residual, weight, eps=eps, weight_offset=weight_offset, out_dtype=out_dtype)
-    out = out_dtype or store_dtype(x)
-    if needs_grad(x, residual, weight):
-        y, total = apply(_AddRmsNorm, x, residual, weight, eps, weight_offset, out)
-        if recompute.wanted():
-            offer(y, total, weight, eps, weight_offset)
+    way = _ADD_RMS_NORM.way(x, residual, weight, eps)
+    if way is None:
+        _check("add_rms_norm", x, weight, eps)
+        checks.floating("add_rms_norm", "residual", residual)
+        checks.same_shape("add_rms_norm", "x", x, "residual", residual)
+        checks.same_device("add_rms_norm", "x", x, residual=residual)
+        if not settings.active():
+            return plain.add_rms_norm(x, residual, weight, eps=eps, weight_offset=weight_offset, out_dtype=out_dtype)
+        way = _ADD_RMS_NORM.first((x, residual, weight), (eps,), store_dtype(x))
+    out = out_dtype or way.out
+    if way.record is None:
+        y, total, _ = OP.fwd(x, residual, weight, eps, weight_offset, out)
         return y, total
-    y, total, _ = OP.fwd(x, residual, weight, eps, weight_offset, out)
+    y, total = way.record(x, residual, weight, eps, weight_offset, out)
+    if recompute.wanted():
+        offer(y, total, weight, eps, weight_offset)
     return y, total
 
 
