@@ -227,6 +227,16 @@ def test_a_setting_is_in_force_at_the_next_call_and_ends_with_its_context(settin
     assert long_way == []
 
 
+def test_a_context_that_is_entered_again_finds_its_short_way(started, long_way):  # noqa: F811
+    for _ in range(4):
+        with om.precision("ieee"):
+            om.rms_norm(norm(), torch.ones(64))
+    long_way.clear()
+    with om.precision("ieee"):
+        om.rms_norm(norm(), torch.ones(64))
+    assert long_way == []
+
+
 def test_forgetting_closes_the_short_way(started, long_way):  # noqa: F811
     weight = settled()
     om.schedule.reread()
