@@ -181,10 +181,10 @@ def _entrance(phase: _Phase, writes: bool = False) -> Callable[..., Any]:
     """How our own code calls an operator: through PyTorch's dispatcher wherever that has something to do or somebody looks at it, else
     straight to what it would find."""
     overload, count, kinds, memo = phase.overload, phase.num_tensors, phase.kinds, phase.memo
-    is_compiling, quiet, heard = torch.compiler.is_compiling, features.quiet, features.heard
+    is_compiling, quiet, function_modes, profiled = torch.compiler.is_compiling, features.quiet, features.function_modes, features.profiled
 
     def enter(*args: Any) -> Any:
-        if not is_compiling() and not heard():
+        if not (is_compiling() or function_modes() or profiled()):
             for short in phase.short:
                 out = short(*args)
                 if out is not None:

@@ -233,15 +233,10 @@ def _quiet() -> Callable[[], bool]:
 quiet: Callable[[], bool] = _quiet()
 
 
-def _heard() -> Callable[[], bool]:
-    if not hasattr(torch._C, "_len_torch_function_stack") or not hasattr(torch.autograd, "_profiler_enabled"):
-        return lambda: True
-    modes, profiled = torch._C._len_torch_function_stack, torch.autograd._profiler_enabled
-    return lambda: bool(modes()) or profiled()
-
-
-# Whether a profiler or function mode is on in this thread: of all that `quiet` asks for, what `tensor_check` does not see by itself.
-heard: Callable[[], bool] = _heard()
+# Of what `quiet` asks for, the two that `tensor_check` does not see by itself: how many function modes are on in this thread, and whether a
+# profiler is. Where this PyTorch does not tell, they are.
+function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
+profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
 
 # The tensor inside of what a transform that has ended left behind; any other as it is.
