@@ -16,7 +16,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 
-sys.path.insert(0, "tools")
+sys.path[:0] = ["src", "tools", "."]
 import stub_driver
 
 library = stub_driver.install(Path(sys.argv[1]))
@@ -27,7 +27,8 @@ import ops_math as om
 from ops_math.backends import launch as launching
 import host_path
 
-x, weight, dy = torch.randn(64, 256).bfloat16().requires_grad_(), torch.randn(256).bfloat16().requires_grad_(), torch.ones(64, 256).bfloat16()
+x, weight = torch.randn(64, 256).bfloat16().requires_grad_(), torch.randn(256).bfloat16().requires_grad_()
+dy = torch.ones(64, 256).bfloat16()
 q = torch.randn(1, 64, 2, 64).bfloat16()
 with host_path.pretended():
     stub_driver.launcher(driver.active)

@@ -122,6 +122,16 @@ def test_a_tensor_whose_memory_was_freed_is_not_read(started, long_way):  # noqa
     assert long_way
 
 
+def test_the_operator_below_autograd_is_refused_where_a_gradient_would_be_lost(started):  # noqa: F811
+    x, weight = norm().requires_grad_(), torch.ones(64)
+    with torch.no_grad():
+        for _ in range(4):
+            NORM.fwd(x, None, weight, 1e-6, 0.0, torch.float32)
+    assert NORM.phases["fwd"].short
+    with pytest.raises(RuntimeError, match="this is the operator below autograd, whose results have no gradient"):
+        NORM.fwd(x, None, weight, 1e-6, 0.0, torch.float32)
+
+
 @pytest.mark.parametrize("rest", [{"eps": 1e-5}, {"weight_offset": 1.0}, {"eps": 1}])
 def test_another_value_goes_the_long_way(rest, started, long_way):  # noqa: F811
     weight = settled()

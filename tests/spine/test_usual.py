@@ -122,6 +122,14 @@ def test_a_graph_is_made_when_one_is_asked_for_and_not_otherwise():
     assert made == [True, False, False, False] * 2
 
 
+def test_a_call_that_learned_nothing_is_no_pattern_for_one_that_learns():
+    x = torch.randn(4, 16, requires_grad=True)
+    with torch.no_grad():
+        for _ in range(2):
+            om.rms_norm(x)
+    assert om.rms_norm(x).grad_fn is not None
+
+
 def test_switching_off_and_on_is_seen_at_the_next_call(monkeypatch):
     x = torch.randn(4, 16)
     plain = []
