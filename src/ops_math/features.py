@@ -153,7 +153,7 @@ def _compares() -> bool:
             watched = not check(like, second)
         with torch.autocast("cpu", torch.bfloat16):
             cast = not check(like, second)
-    except (AttributeError, TypeError, RuntimeError, SystemError):
+    except (AttributeError, TypeError, ValueError, RuntimeError, SystemError):
         return False
     return bool(same and differs and watched and cast)
 
