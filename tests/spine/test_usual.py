@@ -206,3 +206,26 @@ def test_gradients_are_those_of_the_whole_way():
     want = torch.autograd.grad(torch.nn.functional.rms_norm(x, (16,), weight, 1e-6), (x, weight), dy)
     for a, b in zip(found[-1], want, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_torch_jit_is_met_after_good_calls():
+    x, weight, constant = torch.randn(4, 16), torch.randn(16, requires_grad=True), torch.randn(16)
+    for _ in range(3):
+        om.rms_norm(x, weight)
+        with torch.no_grad():
+            om.rms_norm(x, constant)
+    with pytest.raises(om.UnsupportedError, match=r"ops_math under torch\.jit\.trace"):
+        torch.jit.trace(lambda t, w: om.rms_norm(t, w), (x, weight))
+    with torch.no_grad():
+        traced = torch.jit.trace(lambda t: om.rms_norm(t, constant), (x,))
+    assert "ops_math::rms_norm_fwd" in str(traced.graph)
+
+
+def test_compiled_and_exported_calls_hold_the_operator_after_good_calls():
+    x = torch.randn(4, 16)
+    for _ in range(3):
+        om.rms_norm(x)
+    module = torch.nn.Module()
+    module.forward = lambda t: om.rms_norm(t)
+    program = torch.export.export(module, (x,))
+    assert torch.ops.ops_math.rms_norm_fwd.default in [n.target for n in program.graph.nodes]
