@@ -60,6 +60,16 @@ KERNEL_FAULTS = {
     "chunks of one tensor for all": ("begins.repeat_interleave(repeats)", "0 * begins.repeat_interleave(repeats)"),
     "squares of one chunk": ("tl.store(out_ptr, tl.sum(tl.sum(squares, 1), 0))", "tl.store(out_ptr, tl.sum(tl.max(squares, 1), 0))"),
 }
+GATHER_FAULTS = {
+    "neighbours": ("places * step, mask", "places, mask"),
+    "one block for all": ("+= number * GATHERED * steps * size", "+= number * 0"),
+    "blocks on top of each other": ("gather[:, 3] += number * GATHERED", "gather[:, 3] += number * 0"),
+    "a block too short": (".clamp(max=GATHERED)", ".clamp(max=GATHERED - 1)"),
+    "tensors on top of each other": ("step, 0, begin * 8 // size]", "step, 0, 0]"),
+    "an element too few": ("counts = [-(-length // step)", "counts = [length // step"),
+    "rows of another tensor": ("[found[n] for n in range(len(tensors))]", "list(found.values())"),
+    "always the first places": ("places = tuple((tensors[n].data_ptr()", "places = tuple((tensors[numbers[0]].data_ptr()"),
+}
 HOST_FAULTS = {
     "the rest of a row forgotten": (".add_(words.as_strided(", ".mul_(1 + 0 * words.as_strided("),
     "an old end in the scratch": ("whole[length:].zero_()", "whole[length:].view(-1)"),
@@ -131,6 +141,23 @@ def filled(make: Callable[[], Any]) -> Iterator[torch.Tensor]:
         yield rows.fetch()
 
 
+def thinned(make: Callable[[], Any]) -> Iterator[torch.Tensor]:
+    """Rows of every so-many-th element: twice of the same places, then of others that hold other values."""
+    shapes = ((torch.float32, 9001, 7), (torch.bfloat16, 20001, 5), (torch.float32, 5, 1), (torch.bfloat16, 3, 251), (torch.int64, 50, 3))
+    tensors = [drawn(count, dtype) for dtype, count, _ in shapes] + [torch.empty(0), drawn(9000, torch.bfloat16)[1:]]
+    steps = [step for _, _, step in shapes] + [9, 4]
+    others = [drawn(t.numel(), t.dtype, 5) for t in tensors]
+    for some in (tensors, tensors, others):
+        rows = make()
+        rows.add_every(some, steps, True)
+        rows.add([some[0]], True)
+        yield rows.fetch()
+        tensors[0].neg_()
+    exotic = make()
+    exotic.add_every([drawn(900, torch.int8), drawn(900, torch.float32)], [3, 4], True)
+    yield exotic.fetch()
+
+
 def tables(here: Iterable[torch.Tensor], there: Iterable[torch.Tensor]) -> Iterator[str]:
     """Every difference between two implementations."""
     for number, pair in enumerate(zip(here, there, strict=True)):
@@ -173,6 +200,11 @@ def main(folder: Path) -> None:
         wrong = planted(folder, "triton_gpu", change)
         if not any(tables(host, filled(lambda wrong=wrong: wrong.Rows(CPU)))):
             result["escaped"].append(f"kernel: {fault}")
+    result["broken"] += list(tables(thinned(eager.Rows), thinned(lambda: triton_gpu.Rows(CPU))))
+    for fault, change in GATHER_FAULTS.items():
+        wrong = planted(folder, "triton_gpu", change)
+        if not any(tables(thinned(eager.Rows), thinned(lambda wrong=wrong: wrong.Rows(CPU)))):
+            result["escaped"].append(f"gather: {fault}")
     for fault, change in HOST_FAULTS.items():
         if not any(tables(filled(planted(folder, "eager", change).Rows), made)):
             result["escaped"].append(f"host: {fault}")
@@ -204,7 +236,7 @@ def test_every_configuration_compiles_within_the_device_and_the_first_without_sp
 
 
 def compiled(kind: int, size: int, config: object, facts: backends.Device) -> list[tuple[str, null.Resources]]:
-    """Name and resources of both kernels, with a table of several tensors and without."""
+    """Name and resources of every kernel, with a table of several tensors and without."""
     from ops_math.ops.figures import triton_gpu
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -218,7 +250,9 @@ def compiled(kind: int, size: int, config: object, facts: backends.Device) -> li
             triton_gpu.launch(triton_gpu._chunk_kernel, (3,), *arguments, num_warps=config.num_warps, **constants)
         out = empty(3, LENGTH, dtype=torch.float64)
         triton_gpu.launch(triton_gpu._fold_kernel, (3,), empty(9, 2), floats, empty(3, 4), out, PARTS=triton_gpu.FOLDED, COLUMNS=128)
-        assert len(kernels) == 3
+        words = torch.empty(9, dtype=torch.int64, device="meta")
+        triton_gpu.launch(triton_gpu._gather_kernel, (3,), empty(9, 4), words, SIZE=max(size, 2), BLOCK=triton_gpu.GATHERED)
+        assert len(kernels) == 4
         found = [(name, null.resources(kernel)) for name, kernel in kernels]
         kernels.clear()
     return found
@@ -238,6 +272,22 @@ def test_a_gpu_has_the_bits_of_the_host(dtype):
     there.add_all([t.cuda() for t in tensors])
     assert there.copied_from == set()
     assert differences(here.fetch(), there.fetch()) == []
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_every_so_many_th_element_where_it_is_now():
+    import ops_math as om
+
+    tensors = [drawn(200 * 300, torch.bfloat16).view(200, 300), drawn(50 * 300, torch.float32).view(50, 300), drawn(64, torch.bfloat16)]
+    there = [t.cuda() for t in tensors]
+    turned = torch.randn(400, 90).t()
+    for scale in (1.0, 1.0, 2.0):
+        for t in (*tensors, *there):
+            t.mul_(scale)
+        here, gpu = om.FigureTable(), om.FigureTable()
+        here.add_all([*tensors, turned], steps=[299, 251, 1, 7])
+        gpu.add_all([*there, turned.cuda()], steps=[299, 251, 1, 7])
+        assert differences(here.fetch(), gpu.fetch()) == []
 
 
 @pytest.mark.gpu

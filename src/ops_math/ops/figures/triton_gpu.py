@@ -8,6 +8,8 @@ chunk is walked over once more.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,6 +42,7 @@ INFINITY32, INFINITY64 = tl.constexpr(0x7F800000), tl.constexpr(0x7FF00000000000
 TABLE_COLUMNS = 4
 RANGE_COLUMNS = 4
 FEWEST_ROWS = 2048  # parts that a block of memory has room for: 1.4 MB
+GATHERED = 1024  # elements that a program copies
 FOLDED = 16  # parts that the second kernel adds up at once
 
 
@@ -268,6 +271,19 @@ def _fold_kernel(hashes_ptr, floats_ptr, ranges_ptr, out_ptr, PARTS: tl.constexp
     tl.store(row_ptr + FLOATS + tl.arange(0, 2), hashes.to(tl.float64, bitcast=True))
 
 
+@triton.jit
+def _gather_kernel(table_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy elements that are evenly spaced in memory to where they lie together, a block a program."""
+    part = tl.program_id(0).to(tl.int64)
+    row_ptr = table_ptr + part * 4
+    address, step, count, begin = tl.load(row_ptr), tl.load(row_ptr + 1), tl.load(row_ptr + 2), tl.load(row_ptr + 3)
+    places = tl.arange(0, BLOCK)
+
+    word: tl.constexpr = tl.int64 if SIZE == 8 else tl.int32 if SIZE == 4 else tl.int16
+    elements = tl.load(address.to(tl.pointer_type(word)) + places * step, mask=places < count)
+    tl.store(out_ptr.to(tl.pointer_type(word), bitcast=True) + begin + places, elements, mask=places < count)
+
+
 class _Range(NamedTuple):
     """Which parts hold a tensor's hashes and which its numbers."""
 
@@ -275,6 +291,18 @@ class _Range(NamedTuple):
     num_hashes: int
     first_float: int
     num_floats: int
+
+
+class _Plan(NamedTuple):
+    """What reads every so-many-th element of tensors of one dtype: `blocks` of elements are copied into `words`, whose chunks then are
+    looked at; both tables are on the device."""
+
+    gather: Tensor
+    words: Tensor
+    table: Tensor
+    counts: list[int]
+    kind: int
+    size: int
 
 
 class Rows:
@@ -299,7 +327,7 @@ class Rows:
             if self.device.type == "cuda":
                 stream = torch.cuda.current_stream(self.device)
                 self.streams[stream.cuda_stream] = stream
-            flat = [t if t.data_ptr() % 8 == 0 else t.clone() for t in tensors]
+            flat = [t if t.data_ptr() % 8 == 0 else t.detach().clone() for t in tensors]
             if len(flat) == 1 and flat[0].dtype in KINDS:  # as hooks give them, one by one
                 [part] = self._launch(flat, KINDS[flat[0].dtype], sketch)
                 self.ranges.append(_Range(*part, *part))
@@ -315,21 +343,51 @@ class Rows:
                 found.update({n: _Range(*h, *f) for n, h, f in zip(numbers, hashes, floats, strict=True)})
             self.ranges += [found[n] for n in range(len(flat))]
 
+    def add_every(self, tensors: list[Tensor], steps: list[int], sketch: bool) -> None:
+        """Take every so-many-th element of each, which are copied together; of known places in memory that is two kernels a dtype."""
+        if any(t.dtype not in KINDS for t in tensors):
+            return self.add([t[::step].contiguous() for t, step in zip(tensors, steps, strict=True)], sketch)
+        with _guard(self.device):
+            stream = 0
+            if self.device.type == "cuda":
+                current = torch.cuda.current_stream(self.device)
+                self.streams[current.cuda_stream] = current
+                stream = current.cuda_stream
+            groups: dict[torch.dtype, list[int]] = {}
+            for number, t in enumerate(tensors):
+                groups.setdefault(t.dtype, []).append(number)
+            found: dict[int, _Range] = {}
+            for dtype, numbers in groups.items():
+                places = tuple((tensors[n].data_ptr(), tensors[n].numel(), steps[n]) for n in numbers)
+                plan = _plan(self.device, stream, dtype, places)
+                launch(_gather_kernel, (len(plan.gather),), plan.gather, plan.words, SIZE=plan.size, BLOCK=GATHERED)
+                parts = self._start(plan.words, plan.table, plan.counts, plan.kind, plan.size, sketch, 0)
+                found.update({n: _Range(*part, *part) for n, part in zip(numbers, parts, strict=True)})
+            self.ranges += [found[n] for n in range(len(tensors))]
+
     def _launch(self, tensors: list[Tensor], kind: int, sketch: bool) -> list[tuple[int, int]]:
         """First part and parts of each."""
         counts = [-(-t.nbytes // CHUNK_BYTES) for t in tensors]
+        size = tensors[0].element_size()
+        if len(tensors) == 1:
+            return self._start(tensors[0], None, counts, kind, size, sketch, tensors[0].nbytes)
+        table = _table([(t.data_ptr(), t.nbytes) for t in tensors], counts)
+        return self._start(tensors[0], _sent(table, self.device), counts, kind, size, sketch, 0)
+
+    def _start(
+        self, tensor: Tensor, table: Tensor | None, counts: list[int], kind: int, size: int, sketch: bool, num_bytes: int
+    ) -> list[tuple[int, int]]:
+        """Start the kernel for chunks of one tensor, or of those in a table; first part and parts of each."""
         total = sum(counts)
         first, hashes, floats = self._room(total)
-        size = tensors[0].element_size()
         constants = {
             "KIND": kind,
             "PIECES": 8 // size if kind else 1,
             "SKETCHED": sketch,
-            "TABLE": len(tensors) > 1,
+            "TABLE": table is not None,
             "ROWS": self.config.rows,
         }
-        table = self._table(tensors, counts) if len(tensors) > 1 else self.factors
-        arguments = (tensors[0], table, self.factors, self.signs, hashes, floats, tensors[0].nbytes if len(tensors) == 1 else 0)
+        arguments = (tensor, self.factors if table is None else table, self.factors, self.signs, hashes, floats, num_bytes)
         launch(_chunk_kernel, (total,), *arguments, num_warps=self.config.num_warps, **constants)
         found = []
         for count in counts:
@@ -350,15 +408,6 @@ class Rows:
         start, (hashes, floats) = self.used, self.blocks[-1]
         self.used += parts
         return self.begin + start, hashes[start:], floats[start:]
-
-    def _table(self, tensors: list[Tensor], counts: list[int]) -> Tensor:
-        """A row a chunk: address and bytes of its tensor, and its number in that."""
-        facts = torch.tensor([[t.data_ptr(), t.nbytes, 0, 0] for t in tensors], dtype=torch.int64)
-        repeats = torch.tensor(counts, dtype=torch.int64)
-        table = facts.repeat_interleave(repeats, 0)
-        begins = repeats.cumsum(0) - repeats
-        table[:, 2] = torch.arange(len(table)) - begins.repeat_interleave(repeats)
-        return _sent(table, self.device)
 
     def fetch(self) -> Tensor:
         """All rows [N, LENGTH], float64, on the CPU, but for the count of bytes in the fingerprint; in one transfer."""
@@ -393,6 +442,41 @@ class Rows:
             return here
 
         return arrived
+
+
+def _table(tensors: list[tuple[int, int]], counts: list[int]) -> Tensor:
+    """A row a chunk, from address and bytes of each tensor and its number of chunks: address, bytes, which chunk it is."""
+    facts = torch.tensor([[address, num_bytes, 0, 0] for address, num_bytes in tensors], dtype=torch.int64)
+    return _numbered(facts, counts)
+
+
+def _numbered(facts: Tensor, counts: list[int]) -> Tensor:
+    """Rows [N, 4] as often as `counts` says, with the number among its like in the third column."""
+    repeats = torch.tensor(counts, dtype=torch.int64)
+    table = facts.repeat_interleave(repeats, 0)
+    begins = repeats.cumsum(0) - repeats
+    table[:, 2] = torch.arange(len(table)) - begins.repeat_interleave(repeats)
+    return table
+
+
+@functools.lru_cache(maxsize=16)
+def _plan(device: torch.device, stream: int, dtype: torch.dtype, places: tuple[tuple[int, int, int], ...]) -> _Plan:
+    """For places in memory (address, elements, step) of one dtype. It holds no tensor but its own, which one stream alone uses."""
+    size = dtype.itemsize
+    counts = [-(-length // step) for _, length, step in places]
+    words = [-(-count * size // 8) for count in counts]
+    begins = [0, *itertools.accumulate(words)]
+    facts = [[address, step, 0, begin * 8 // size] for (address, _, step), begin in zip(places, begins, strict=False)]
+    blocks = [-(-count // GATHERED) for count in counts]
+    gather = _numbered(torch.tensor(facts, dtype=torch.int64), blocks)
+    number, steps = gather[:, 2].clone(), gather[:, 1]
+    gather[:, 0] += number * GATHERED * steps * size
+    gather[:, 2] = torch.tensor(counts).repeat_interleave(torch.tensor(blocks)).sub(number * GATHERED).clamp(max=GATHERED)
+    gather[:, 3] += number * GATHERED
+    memory = torch.zeros(max(begins[-1], 1), dtype=torch.int64, device=device)
+    chunks = [-(-count * size // CHUNK_BYTES) for count in counts]
+    table = _table([(memory.data_ptr() + 8 * begin, count * size) for begin, count in zip(begins, counts, strict=False)], chunks)
+    return _Plan(_sent(gather, device), memory, _sent(table, device), chunks, KINDS[dtype], size)
 
 
 def _guard(device: torch.device) -> Any:
