@@ -34,10 +34,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 KERNEL_FAULTS = {
     "a column too few": ("(columns < NARROW) & (behind", "(columns < NARROW - 1) & (behind"),
-    "both widths alike": ("behind = (row + rows) * NARROW + columns", "behind = (row + rows) * WIDE + columns"),
+    "both widths alike": ("columns, (row + rows) * NARROW + columns", "columns, (row + rows) * WIDE + columns"),
+    "both widths of whole chunks alike": ("rows * WIDE + columns, rows * NARROW + columns", "rows * WIDE + columns, rows * WIDE + columns"),
+    "steps of whole chunks of one width": ("step * (SLAB_ROWS * NARROW) + behind", "step * (SLAB_ROWS * WIDE) + behind"),
     "the last row forgotten": ("tl.cdiv(left, NARROW).to(tl.int32)", "(left // NARROW).to(tl.int32)"),
+    "the last row of whole chunks forgotten": ("mask=column < CHUNK_WORDS - last", "mask=column < 0"),
+    "the last row of whole chunks too long": ("mask=column < CHUNK_WORDS - last", "mask=column <= CHUNK_WORDS - last"),
     "the last bytes forgotten": ("- 1\n        words = tl.where", "- 1 & 0\n        words = tl.where"),
     "bytes behind the end": ("if (rest > 0) & (first", "if (rest > 8) & (first"),
+    "a chunk that is not whole taken for one": ("(first + CHUNK_WORDS) * 8 > num_bytes", "(first + CHUNK_WORDS // 2) * 8 > num_bytes"),
+    "one step for all": ("tl.minimum(step + 1, CHUNK_SLABS - 1)", "tl.minimum(step + 1, 1)"),
     "high bits forgotten": ("+ (wide >> 32) *", "+ (wide >> 63) *"),
     "high bits of one width forgotten": ("(narrow >> 32) *", "(narrow >> 63) *"),
     "halves alike": ("factors_ptr + half * 2 * (WIDE + NARROW)", "factors_ptr + half * 0 * (WIDE + NARROW)"),
@@ -45,20 +51,32 @@ KERNEL_FAULTS = {
     "every chunk the first": ("first = chunk * CHUNK_WORDS", "first = chunk * 0"),
     "the second piece twice": ("(words >> (PIECE * 16)) << 16)", "(words >> (PIECE // 2 * 32)) << 16)"),
     "a sign that counts": ("& 0x7FFFFFFF\n", "& -1\n"),
-    "NaN as infinity": ("nans += (bits > end)", "nans += (bits >= end)"),
-    "infinity forgotten": (">= end:\n", "> end:\n"),
+    "a sign that counts in whole chunks": ("tl.maximum(top, tl.abs(value), ", "tl.maximum(top, value, "),
+    "NaN as infinity": ("(bits > end).to", "(bits >= end).to"),
+    "NaN overlooked": ("PropagateNan.ALL", "PropagateNan.NONE"),
     "what is not finite is kept": ("value = tl.where(bits >= end, 0.0, value)", "value = tl.where(bits > end, 0.0, value)"),
+    "the largest is not finite": ("tl.where(bits >= end, 0, bits)", "tl.where(bits > end, 0, bits)"),
+    "squares lost below the range": ("(total < SMALL)", "(total < 0)"),
+    "squares lost above the range": ("(total >= LARGE)", "(total < 0)"),
     "slabs of one sign": ("_mixed(slab + row // SLAB_ROWS)", "_mixed(slab + row * 0)"),
-    "chunks of one sign": ("chunk * CHUNK_SLABS, num_bytes, KIND, PIECES, True", "chunk * 0, num_bytes, KIND, PIECES, True"),
-    "blocks of one sign": ("* PIECES // SKETCH) * sign", "* PIECES // SKETCH * 0) * sign"),
+    "slabs of whole chunks of one sign": ("_mixed(slab + step)", "_mixed(slab + step * 0)"),
+    "chunks of one sign": ("chunk * CHUNK_SLABS, num_bytes, KIND", "chunk * 0, num_bytes, KIND"),
+    "whole chunks of one sign": ("chunk * CHUNK_SLABS, KIND", "chunk * 0, KIND"),
+    "blocks of one sign": ("(rows * WIDE + columns) * PIECES // SKETCH", "(rows * WIDE + columns) * PIECES // SKETCH * 0"),
+    "blocks of whole chunks of one sign": ("places * PIECES // SKETCH)", "places * PIECES // SKETCH * 0)"),
     "pieces in one place": ("* PIECES + PIECE, together", "* PIECES, together"),
+    "the third piece in the place of the second": (
+        "s2 += t2 * sign\n                s3 += t3 * sign\n            squares",
+        "s1 += t2 * sign\n                s3 += t3 * sign\n            squares",
+    ),
     "the last sample missed": ("(count - 1) // (SAMPLES - 1)", "(count - 1) // SAMPLES"),
     "samples of every chunk": ("if chunk == 0:", "if chunk >= 0:"),
     "parts of another tensor": ("(first_float + start + parts)", "(start + parts)"),
     "hashes of another tensor": ("(first_hash + start + parts)", "(start + parts)"),
     "largest added up": ("tl.arange(0, COLUMNS) == 1", "tl.arange(0, COLUMNS) == -1"),
     "chunks of one tensor for all": ("begins.repeat_interleave(repeats)", "0 * begins.repeat_interleave(repeats)"),
-    "squares of one chunk": ("tl.store(out_ptr, tl.sum(tl.sum(squares, 1), 0))", "tl.store(out_ptr, tl.sum(tl.max(squares, 1), 0))"),
+    "squares of one column": ("tl.store(out_ptr, tl.sum(squares, 0))", "tl.store(out_ptr, tl.max(squares, 0))"),
+    "squares of one row": ("squares += tl.sum(some, 0)", "squares += tl.max(some, 0)"),
 }
 GATHER_FAULTS = {
     "neighbours": ("places * step, mask", "places, mask"),
@@ -111,6 +129,10 @@ def cases() -> list[tuple[list[list[torch.Tensor]], bool]]:
         y = x[: CHUNK_BYTES // dtype.itemsize + 57001].clone()
         x[7], y[-1] = math.nan, math.inf
         found.append(([[x, drawn(3000, dtype)], [y]], True))
+    for dtype in DTYPES[2:6]:  # a whole chunk, and the first words of another
+        found.append(([[drawn(CHUNK_BYTES // dtype.itemsize + 3, dtype)]], True))
+    whole = drawn(CHUNK_BYTES // 4, torch.float32)
+    found.append(([[whole * 1e-25], [whole * 1e25], [whole * 0], [-whole.abs()]], True))
     found.append(([[drawn(3000, torch.float32)], [-drawn(3000, torch.float32).abs()], [drawn(5, torch.float32)]], False))
     found.append(([[drawn(2001, torch.float32)] * eager.KEPT + [drawn(700, torch.float32)]], True))
     found.append(([[drawn(3001, torch.float32) * 1e-30, drawn(3001, torch.float32) * 1e30]], False))
@@ -246,7 +268,7 @@ def compiled(kind: int, size: int, config: object, facts: backends.Device) -> li
     with null.pretend(facts) as kernels:
         for table in (False, True):
             arguments = (empty(99), empty(3, 4), empty(2, 2, COLUMNS), empty(512, dtype=torch.float32), empty(9, 2), floats, 792)
-            constants = {"KIND": kind, "PIECES": 8 // size if kind else 1, "SKETCHED": True, "TABLE": table, "ROWS": config.rows}
+            constants = {"KIND": kind, "PIECES": 8 // size if kind else 1, "SKETCHED": True, "TABLE": table, "AHEAD": config.ahead}
             triton_gpu.launch(triton_gpu._chunk_kernel, (3,), *arguments, num_warps=config.num_warps, **constants)
         out = empty(3, LENGTH, dtype=torch.float64)
         triton_gpu.launch(triton_gpu._fold_kernel, (3,), empty(9, 2), floats, empty(3, 4), out, PARTS=triton_gpu.FOLDED, COLUMNS=128)

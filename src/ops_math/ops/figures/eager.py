@@ -362,7 +362,7 @@ class Rows:
             values = _finite(values)
             low, high = values.amin().item(), values.amax().item()
             squares = _squares(values)
-        top = max(-low, high)
+        top = max(-low, high) + 0.0  # of zeros alone not -0.0
         if values.dtype == torch.float32 and top and not SMALL < squares < math.inf:
             squares = values.double().square_().sum().item()
         return Sizes(squares, top, nans, infinities)

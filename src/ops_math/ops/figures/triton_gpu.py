@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops_math.backends.launch import launch
+from ops_math.backends.launch import ALIGNMENT, launch
 from ops_math.ops.figures import problem
 from ops_math.ops.figures.problem import CHUNK_BYTES, HASH_AT, LENGTH, block_signs, factors
 
@@ -39,6 +39,7 @@ SAMPLES, SKETCH = tl.constexpr(problem.SAMPLES), tl.constexpr(problem.SKETCH)
 SKETCH_AT, SAMPLES_AT = tl.constexpr(problem.SKETCH_AT), tl.constexpr(problem.SAMPLES_AT)
 FLOATS, ROW = tl.constexpr(HASH_AT), tl.constexpr(LENGTH)
 INFINITY32, INFINITY64 = tl.constexpr(0x7F800000), tl.constexpr(0x7FF0000000000000)
+SMALL, LARGE = tl.constexpr(1e-28), tl.constexpr(1e37)  # between these a sum of squares in float32 has lost none
 TABLE_COLUMNS = 4
 RANGE_COLUMNS = 4
 FEWEST_ROWS = 2048  # parts that a block of memory has room for: 1.4 MB
@@ -47,14 +48,15 @@ FOLDED = 16  # parts that the second kernel adds up at once
 
 
 class Config(NamedTuple):
-    """Rows of a step, 1, 2 or 4, and warps."""
+    """Whether a step's words are loaded a step ahead, and warps."""
 
-    rows: int
+    ahead: bool
     num_warps: int
 
 
-# The first is the default: 102 registers a thread in fp32 and bf16 (sm_90, Triton 3.6), so that two programs are on a multiprocessor.
-CONFIGS = tuple(Config(rows, warps) for rows, warps in ((1, 8), (2, 16), (2, 8), (1, 16)))
+# With 16 warps of 32 lanes, or 8 of 64, a thread holds all four rows of a column, so that no step of the loop needs a barrier.
+CONFIGS = tuple(Config(ahead, warps) for ahead, warps in ((True, 16), (False, 16), (True, 8), (False, 8)))
+DEFAULT = CONFIGS[2 if torch.version.hip else 0]
 
 
 @triton.jit
@@ -105,66 +107,122 @@ def _magnitude(value):
 
 
 @triton.jit
-def _take_tile(words, signs, top, squares, nans, infinities, sums, PIECE: tl.constexpr, KIND: tl.constexpr, GUARDED: tl.constexpr):
-    """Take one number of each word into account; GUARDED counts those that are not finite and leaves them out."""
+def _take_finite_tile(words, signs, top, squares, PIECE: tl.constexpr, KIND: tl.constexpr):
+    """Take one number of each word into account, as if all were finite: magnitudes, squares, and signed sums of columns."""
     value = _value(words, PIECE, KIND)
-    bits = _magnitude(value)
-    if GUARDED:
-        end: tl.constexpr = INFINITY64 if value.dtype == tl.float64 else INFINITY32
-        nans += (bits > end).to(tl.int32)
-        infinities += (bits == end).to(tl.int32)
-        value = tl.where(bits >= end, 0.0, value)
-        bits = tl.where(bits >= end, 0, bits)
-    exact = value.to(tl.float64)
-    return tl.maximum(top, bits), squares + exact * exact, nans, infinities, sums + signs.to(value.dtype) * value
+    if value.dtype == tl.float64:
+        top = tl.maximum(top, _magnitude(value))
+    else:
+        top = tl.maximum(top, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)
+    return top, squares + value * value, tl.sum(signs * value, 0)
 
 
 @triton.jit
-def _walk_tile(
-    base_ptr, signs_ptr, first, slab, num_bytes,
-    KIND: tl.constexpr, PIECES: tl.constexpr, HASHED: tl.constexpr, GUARDED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """What a chunk comes to, lane by lane: sums of columns of both widths; magnitudes, squares, counts and signed sums of up to four
-    numbers a word."""
-    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDE)[None, :]
+def _whole_tile(base_ptr, signs_ptr, first, slab, KIND: tl.constexpr, PIECES: tl.constexpr, AHEAD: tl.constexpr):
+    """What a whole chunk comes to, column by column: sums of both widths; bits of magnitudes; squares; and signed sums of up to four
+    numbers a word. A slab is a step: its four rows are one thread's, and squares are added up over them before float64 takes over.
+
+    In the narrow rows the last three columns are the next row's; nobody reads what they come to.
+    """
+    rows, columns, column = tl.arange(0, SLAB_ROWS)[:, None], tl.arange(0, WIDE)[None, :], tl.arange(0, WIDE)
     wider: tl.constexpr = KIND == FP64 or KIND == INT64 or KIND == INT32
-    wide, narrow = tl.zeros([ROWS, WIDE], tl.int64), tl.zeros([ROWS, WIDE], tl.int64)
-    top = tl.zeros([ROWS, WIDE], tl.int64 if wider else tl.int32)
-    squares = tl.zeros([ROWS, WIDE], tl.float64)
-    nans, infinities = tl.zeros([ROWS, WIDE], tl.int32), tl.zeros([ROWS, WIDE], tl.int32)
-    s0 = tl.zeros([ROWS, WIDE], tl.float64 if wider else tl.float32)
+    number: tl.constexpr = tl.float64 if wider else tl.float32
+    start_ptr, places, behind = base_ptr + first, rows * WIDE + columns, rows * NARROW + columns
+    signs = tl.load(signs_ptr + places * PIECES // SKETCH).to(number)
+    last: tl.constexpr = CHUNK_SLABS * SLAB_ROWS * NARROW
+    narrow = tl.load(start_ptr + last + column, mask=column < CHUNK_WORDS - last, other=0)
+    wide, squares = tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.float64)
+    top = tl.zeros([SLAB_ROWS, WIDE], tl.int64 if wider else tl.float32)
+    s0 = tl.zeros([WIDE], number)
+    s1, s2, s3 = s0, s0, s0
+    words = tl.load(start_ptr + places)
+    for step in range(CHUNK_SLABS):
+        if AHEAD:
+            coming = tl.load(start_ptr + tl.minimum(step + 1, CHUNK_SLABS - 1) * (SLAB_ROWS * WIDE) + places)
+        else:
+            words = tl.load(start_ptr + step * (SLAB_ROWS * WIDE) + places)
+        narrow += tl.sum(tl.load(start_ptr + step * (SLAB_ROWS * NARROW) + behind), 0)
+        wide += tl.sum(words, 0)
+        if KIND != NOTHING:
+            sign = (1 - 2 * (_mixed(slab + step) >> 62 & 1)).to(number)
+            some = tl.zeros([SLAB_ROWS, WIDE], number)
+            top, some, t0 = _take_finite_tile(words, signs, top, some, 0, KIND)
+            s0 += t0 * sign
+            if PIECES > 1:
+                top, some, t1 = _take_finite_tile(words, signs, top, some, 1, KIND)
+                s1 += t1 * sign
+            if PIECES > 2:
+                top, some, t2 = _take_finite_tile(words, signs, top, some, 2, KIND)
+                top, some, t3 = _take_finite_tile(words, signs, top, some, 3, KIND)
+                s2 += t2 * sign
+                s3 += t3 * sign
+            squares += tl.sum(some, 0).to(tl.float64)
+        if AHEAD:
+            words = coming
+    if wider:
+        return wide, narrow, tl.max(top, 0), squares, s0, s1, s2, s3
+    else:
+        return wide, narrow, tl.max(top.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), squares, s0, s1, s2, s3
+
+
+@triton.jit
+def _take_tile(words, signs, top, squares, nans, infinities, PIECE: tl.constexpr, KIND: tl.constexpr):
+    """Take one number of each word into account; those that are not finite are counted and left out."""
+    value = _value(words, PIECE, KIND)
+    bits = _magnitude(value)
+    end: tl.constexpr = INFINITY64 if value.dtype == tl.float64 else INFINITY32
+    nans += tl.sum((bits > end).to(tl.int32), 0)
+    infinities += tl.sum((bits == end).to(tl.int32), 0)
+    value = tl.where(bits >= end, 0.0, value)
+    top = tl.maximum(top, tl.max(tl.where(bits >= end, 0, bits), 0))
+    exact = value.to(tl.float64)
+    return top, squares + tl.sum(exact * exact, 0), nans, infinities, tl.sum(signs * value, 0)
+
+
+@triton.jit
+def _any_tile(base_ptr, signs_ptr, first, slab, num_bytes, KIND: tl.constexpr, PIECES: tl.constexpr):
+    """The same of a chunk of any length and any numbers, with counts of NaN and infinities; each square in float64."""
+    rows, columns = tl.arange(0, SLAB_ROWS)[:, None], tl.arange(0, WIDE)[None, :]
+    wider: tl.constexpr = KIND == FP64 or KIND == INT64 or KIND == INT32
+    number: tl.constexpr = tl.float64 if wider else tl.float32
+    signs = tl.load(signs_ptr + (rows * WIDE + columns) * PIECES // SKETCH).to(number)
+    wide, narrow, squares = tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.float64)
+    top = tl.zeros([WIDE], tl.int64 if wider else tl.int32)
+    nans, infinities = tl.zeros([WIDE], tl.int32), tl.zeros([WIDE], tl.int32)
+    s0 = tl.zeros([WIDE], number)
     s1, s2, s3 = s0, s0, s0
     left = tl.minimum(tl.cdiv(num_bytes, 8) - first, CHUNK_WORDS)
-    for row in range(0, tl.cdiv(left, NARROW).to(tl.int32), ROWS):
-        places = (row + rows) * WIDE + columns
+    for row in range(0, tl.cdiv(left, NARROW).to(tl.int32), SLAB_ROWS):
+        places, behind = (row + rows) * WIDE + columns, (row + rows) * NARROW + columns
         words = _words_tile(base_ptr, first, places, places < CHUNK_WORDS, num_bytes)
-        if HASHED:
-            wide += words
-            behind = (row + rows) * NARROW + columns
-            narrow += _words_tile(base_ptr, first, behind, (columns < NARROW) & (behind < CHUNK_WORDS), num_bytes)
+        wide += tl.sum(words, 0)
+        narrow += tl.sum(_words_tile(base_ptr, first, behind, (columns < NARROW) & (behind < CHUNK_WORDS), num_bytes), 0)
         if KIND != NOTHING:
-            sign = 1 - 2 * (_mixed(slab + row // SLAB_ROWS) >> 62 & 1)
-            signs = tl.load(signs_ptr + (places % (SLAB_ROWS * WIDE)) * PIECES // SKETCH) * sign.to(tl.float32)
-            top, squares, nans, infinities, s0 = _take_tile(words, signs, top, squares, nans, infinities, s0, 0, KIND, GUARDED)
+            sign = (1 - 2 * (_mixed(slab + row // SLAB_ROWS) >> 62 & 1)).to(number)
+            top, squares, nans, infinities, t0 = _take_tile(words, signs, top, squares, nans, infinities, 0, KIND)
+            s0 += t0 * sign
             if PIECES > 1:
-                top, squares, nans, infinities, s1 = _take_tile(words, signs, top, squares, nans, infinities, s1, 1, KIND, GUARDED)
+                top, squares, nans, infinities, t1 = _take_tile(words, signs, top, squares, nans, infinities, 1, KIND)
+                s1 += t1 * sign
             if PIECES > 2:
-                top, squares, nans, infinities, s2 = _take_tile(words, signs, top, squares, nans, infinities, s2, 2, KIND, GUARDED)
-                top, squares, nans, infinities, s3 = _take_tile(words, signs, top, squares, nans, infinities, s3, 3, KIND, GUARDED)
+                top, squares, nans, infinities, t2 = _take_tile(words, signs, top, squares, nans, infinities, 2, KIND)
+                top, squares, nans, infinities, t3 = _take_tile(words, signs, top, squares, nans, infinities, 3, KIND)
+                s2 += t2 * sign
+                s3 += t3 * sign
     return wide, narrow, top, squares, nans, infinities, s0, s1, s2, s3
 
 
 @triton.jit
-def _store_sketch(out_ptr, sums, PIECE: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr):
-    """Lanes whose numbers stand at one place of their block of 64 are one signed sum."""
-    together = tl.sum(tl.reshape(sums.to(tl.float64), [ROWS * WIDE * PIECES // SKETCH, SKETCH // PIECES]), 0)
+def _store_sketch(out_ptr, sums, PIECE: tl.constexpr, PIECES: tl.constexpr):
+    """Columns whose numbers stand at one place of their block of 64 are one signed sum."""
+    together = tl.sum(tl.reshape(sums.to(tl.float64), [WIDE * PIECES // SKETCH, SKETCH // PIECES]), 0)
     tl.store(out_ptr + tl.arange(0, SKETCH // PIECES) * PIECES + PIECE, together)
 
 
 @triton.jit
 def _store_hashes(out_ptr, factors_ptr, wide, narrow, chunk):
     """Both halves of a chunk's hash, from the sums of its columns."""
-    wide, narrow, column = tl.sum(wide, 0), tl.sum(narrow, 0), tl.arange(0, WIDE)
+    column = tl.arange(0, WIDE)
     inside = column < NARROW
     for half in tl.static_range(2):
         whole_ptr = factors_ptr + half * 2 * (WIDE + NARROW)
@@ -177,25 +235,25 @@ def _store_hashes(out_ptr, factors_ptr, wide, narrow, chunk):
 
 @triton.jit
 def _store_values(
-    out_ptr, top, squares, nans, infinities, s0, s1, s2, s3, PIECES: tl.constexpr, SKETCHED: tl.constexpr, ROWS: tl.constexpr,
+    out_ptr, top, squares, nans, infinities, s0, s1, s2, s3, PIECES: tl.constexpr, SKETCHED: tl.constexpr,
 ):  # fmt: skip
     """Sizes, counts and the sketch of a chunk."""
-    peak = tl.max(tl.max(top, 1), 0)
+    peak = tl.max(top, 0)
     if top.dtype == tl.int64:
         largest = peak.to(tl.float64, bitcast=True)
     else:
         largest = peak.to(tl.float32, bitcast=True).to(tl.float64)
-    tl.store(out_ptr, tl.sum(tl.sum(squares, 1), 0))
+    tl.store(out_ptr, tl.sum(squares, 0))
     tl.store(out_ptr + 1, largest)
-    tl.store(out_ptr + 2, tl.sum(tl.sum(nans, 1), 0).to(tl.float64))
-    tl.store(out_ptr + 3, tl.sum(tl.sum(infinities, 1), 0).to(tl.float64))
+    tl.store(out_ptr + 2, tl.sum(nans, 0).to(tl.float64))
+    tl.store(out_ptr + 3, tl.sum(infinities, 0).to(tl.float64))
     if SKETCHED:
-        _store_sketch(out_ptr + SKETCH_AT, s0, 0, PIECES, ROWS)
+        _store_sketch(out_ptr + SKETCH_AT, s0, 0, PIECES)
         if PIECES > 1:
-            _store_sketch(out_ptr + SKETCH_AT, s1, 1, PIECES, ROWS)
+            _store_sketch(out_ptr + SKETCH_AT, s1, 1, PIECES)
         if PIECES > 2:
-            _store_sketch(out_ptr + SKETCH_AT, s2, 2, PIECES, ROWS)
-            _store_sketch(out_ptr + SKETCH_AT, s3, 3, PIECES, ROWS)
+            _store_sketch(out_ptr + SKETCH_AT, s2, 2, PIECES)
+            _store_sketch(out_ptr + SKETCH_AT, s3, 3, PIECES)
     else:
         tl.store(out_ptr + SKETCH_AT + tl.arange(0, SKETCH), tl.zeros([SKETCH], tl.float64))
 
@@ -215,12 +273,12 @@ def _samples_tile(base_ptr, num_bytes, KIND: tl.constexpr, PIECES: tl.constexpr)
 @triton.jit(do_not_specialize=["num_bytes"])
 def _chunk_kernel(
     tensor_ptr, table_ptr, factors_ptr, signs_ptr, hashes_ptr, floats_ptr, num_bytes,
-    KIND: tl.constexpr, PIECES: tl.constexpr, SKETCHED: tl.constexpr, TABLE: tl.constexpr, ROWS: tl.constexpr,
+    KIND: tl.constexpr, PIECES: tl.constexpr, SKETCHED: tl.constexpr, TABLE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
     if TABLE:
         address = tl.load(table_ptr + part * 4)
-        base_ptr = tl.multiple_of(address, 8).to(tl.pointer_type(tl.int64))
+        base_ptr = tl.multiple_of(address, 16).to(tl.pointer_type(tl.int64))
         num_bytes = tl.load(table_ptr + part * 4 + 1)
         chunk = tl.load(table_ptr + part * 4 + 2)
     else:
@@ -230,18 +288,27 @@ def _chunk_kernel(
     first = chunk * CHUNK_WORDS
     out_ptr = floats_ptr + part * FLOATS
 
-    wide, narrow, top, squares, nans, infinities, s0, s1, s2, s3 = _walk_tile(
-        base_ptr, signs_ptr, first, chunk * CHUNK_SLABS, num_bytes, KIND, PIECES, True, False, ROWS
-    )
+    wider: tl.constexpr = KIND == FP64 or KIND == INT64 or KIND == INT32
+    end: tl.constexpr = INFINITY64 if wider else INFINITY32
+    nans, infinities = tl.zeros([WIDE], tl.int32), tl.zeros([WIDE], tl.int32)
+    again = (first + CHUNK_WORDS) * 8 > num_bytes
+    wide, narrow, squares = tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.float64)
+    top = tl.zeros([WIDE], tl.int64 if wider else tl.int32)
+    s0 = tl.zeros([WIDE], tl.float64 if wider else tl.float32)
+    s1, s2, s3 = s0, s0, s0
+    if not again:
+        wide, narrow, top, squares, s0, s1, s2, s3 = _whole_tile(base_ptr, signs_ptr, first, chunk * CHUNK_SLABS, KIND, PIECES, AHEAD)
+        if KIND != NOTHING:
+            peak, total = tl.max(top, 0), tl.sum(squares, 0)
+            again = (peak >= end) | ((peak > 0) & ((total < SMALL) | (total >= LARGE)))
+    if again:
+        wide, narrow, top, squares, nans, infinities, s0, s1, s2, s3 = _any_tile(
+            base_ptr, signs_ptr, first, chunk * CHUNK_SLABS, num_bytes, KIND, PIECES
+        )
     _store_hashes(hashes_ptr + part * 2, factors_ptr, wide, narrow, chunk)
 
     if KIND != NOTHING:
-        end: tl.constexpr = INFINITY64 if top.dtype == tl.int64 else INFINITY32
-        if tl.max(tl.max(top, 1), 0) >= end:
-            _, _, top, squares, nans, infinities, s0, s1, s2, s3 = _walk_tile(
-                base_ptr, signs_ptr, first, chunk * CHUNK_SLABS, num_bytes, KIND, PIECES, False, True, ROWS
-            )
-        _store_values(out_ptr, top, squares, nans, infinities, s0, s1, s2, s3, PIECES, SKETCHED, ROWS)
+        _store_values(out_ptr, top, squares, nans, infinities, s0, s1, s2, s3, PIECES, SKETCHED)
         samples = tl.zeros([SAMPLES], tl.float64)
         if chunk == 0:
             samples = _samples_tile(base_ptr, num_bytes, KIND, PIECES)
@@ -308,7 +375,7 @@ class _Plan(NamedTuple):
 class Rows:
     """The figures of tensors on one GPU, a row each, in the order in which they are added."""
 
-    def __init__(self, device: torch.device, config: Config = CONFIGS[0]) -> None:
+    def __init__(self, device: torch.device, config: Config = DEFAULT) -> None:
         self.device, self.config = device, config
         self.factors, self.signs = factors(device), block_signs(device)
         self.ranges: list[_Range] = []
@@ -327,7 +394,7 @@ class Rows:
             if self.device.type == "cuda":
                 stream = torch.cuda.current_stream(self.device)
                 self.streams[stream.cuda_stream] = stream
-            flat = [t if t.data_ptr() % 8 == 0 else t.detach().clone() for t in tensors]
+            flat = [t if t.data_ptr() % ALIGNMENT == 0 else t.detach().clone() for t in tensors]
             if len(flat) == 1 and flat[0].dtype in KINDS:  # as hooks give them, one by one
                 [part] = self._launch(flat, KINDS[flat[0].dtype], sketch)
                 self.ranges.append(_Range(*part, *part))
@@ -385,7 +452,7 @@ class Rows:
             "PIECES": 8 // size if kind else 1,
             "SKETCHED": sketch,
             "TABLE": table is not None,
-            "ROWS": self.config.rows,
+            "AHEAD": self.config.ahead,
         }
         arguments = (tensor, self.factors if table is None else table, self.factors, self.signs, hashes, floats, num_bytes)
         launch(_chunk_kernel, (total,), *arguments, num_warps=self.config.num_warps, **constants)
@@ -465,7 +532,7 @@ def _plan(device: torch.device, stream: int, dtype: torch.dtype, places: tuple[t
     size = dtype.itemsize
     counts = [-(-length // step) for _, length, step in places]
     words = [-(-count * size // 8) for count in counts]
-    begins = [0, *itertools.accumulate(words)]
+    begins = [0, *itertools.accumulate(count + count % 2 for count in words)]
     facts = [[address, step, 0, begin * 8 // size] for (address, _, step), begin in zip(places, begins, strict=False)]
     blocks = [-(-count // GATHERED) for count in counts]
     gather = _numbered(torch.tensor(facts, dtype=torch.int64), blocks)
