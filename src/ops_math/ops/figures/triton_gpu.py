@@ -108,12 +108,13 @@ def _magnitude(value):
 
 @triton.jit
 def _take_finite_tile(words, signs, top, squares, PIECE: tl.constexpr, KIND: tl.constexpr):
-    """Take one number of each word into account, as if all were finite: magnitudes, squares, and signed sums of columns."""
+    """Take one number of each word into account, as if all were finite: magnitudes, squares, and signed sums of columns.
+
+    What is not finite is in the squares for good, and NaN may be in the magnitudes or not.
+    """
     value = _value(words, PIECE, KIND)
-    if value.dtype == tl.float64:
-        top = tl.maximum(top, _magnitude(value))
-    else:
-        top = tl.maximum(top, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)
+    largest = _magnitude(value) if value.dtype == tl.float64 else tl.abs(value)
+    top = tl.maximum(top, tl.max(largest, 0))
     return top, squares + value * value, tl.sum(signs * value, 0)
 
 
@@ -132,7 +133,7 @@ def _whole_tile(base_ptr, signs_ptr, first, slab, KIND: tl.constexpr, PIECES: tl
     last: tl.constexpr = CHUNK_SLABS * SLAB_ROWS * NARROW
     narrow = tl.load(start_ptr + last + column, mask=column < CHUNK_WORDS - last, other=0)
     wide, squares = tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.float64)
-    top = tl.zeros([SLAB_ROWS, WIDE], tl.int64 if wider else tl.float32)
+    top = tl.zeros([WIDE], tl.int64 if wider else tl.float32)
     s0 = tl.zeros([WIDE], number)
     s1, s2, s3 = s0, s0, s0
     words = tl.load(start_ptr + places)
@@ -160,9 +161,9 @@ def _whole_tile(base_ptr, signs_ptr, first, slab, KIND: tl.constexpr, PIECES: tl
         if AHEAD:
             words = coming
     if wider:
-        return wide, narrow, tl.max(top, 0), squares, s0, s1, s2, s3
+        return wide, narrow, top, squares, s0, s1, s2, s3
     else:
-        return wide, narrow, tl.max(top.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), squares, s0, s1, s2, s3
+        return wide, narrow, top.to(tl.int32, bitcast=True), squares, s0, s1, s2, s3
 
 
 @triton.jit
@@ -278,7 +279,7 @@ def _chunk_kernel(
     part = tl.program_id(0).to(tl.int64)
     if TABLE:
         address = tl.load(table_ptr + part * 4)
-        base_ptr = tl.multiple_of(address, 16).to(tl.pointer_type(tl.int64))
+        base_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
         num_bytes = tl.load(table_ptr + part * 4 + 1)
         chunk = tl.load(table_ptr + part * 4 + 2)
     else:
@@ -289,7 +290,6 @@ def _chunk_kernel(
     out_ptr = floats_ptr + part * FLOATS
 
     wider: tl.constexpr = KIND == FP64 or KIND == INT64 or KIND == INT32
-    end: tl.constexpr = INFINITY64 if wider else INFINITY32
     nans, infinities = tl.zeros([WIDE], tl.int32), tl.zeros([WIDE], tl.int32)
     again = (first + CHUNK_WORDS) * 8 > num_bytes
     wide, narrow, squares = tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.float64)
@@ -300,7 +300,8 @@ def _chunk_kernel(
         wide, narrow, top, squares, s0, s1, s2, s3 = _whole_tile(base_ptr, signs_ptr, first, chunk * CHUNK_SLABS, KIND, PIECES, AHEAD)
         if KIND != NOTHING:
             peak, total = tl.max(top, 0), tl.sum(squares, 0)
-            again = (peak >= end) | ((peak > 0) & ((total < SMALL) | (total >= LARGE)))
+            sound = ((total >= SMALL) & (total < LARGE)) | ((total == 0) & (peak == 0))  # no comparison holds for NaN
+            again = not sound
     if again:
         wide, narrow, top, squares, nans, infinities, s0, s1, s2, s3 = _any_tile(
             base_ptr, signs_ptr, first, chunk * CHUNK_SLABS, num_bytes, KIND, PIECES
