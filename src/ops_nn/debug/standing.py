@@ -73,12 +73,26 @@ def _held(owners: list[tuple[_Spot, nn.Module]]) -> list[Held]:
     ]
 
 
-def _state(held: list[Held]) -> list[Any]:
-    """What and where tensors are; never the same where there are others than PyTorch's own."""
+class _Look(NamedTuple):
+    """What facts say of a tensor, and where and how it is laid out, which nobody knows of tensors of other kinds than PyTorch's own."""
+
+    key: Key
+    shape: torch.Size
+    dtype: torch.dtype
+    graded: bool
+    place: Any
+
+
+def _looks(held: list[Held]) -> list[_Look]:
+    """Of each tensor; a place that is not known is never the same."""
     return [
-        (key, t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
-        if type(t) in ORDINARY and t.layout is STRIDED
-        else object()
+        _Look(
+            key,
+            t.shape,
+            t.dtype,
+            t.requires_grad,
+            (t.data_ptr(), t.stride(), t.device) if type(t) in ORDINARY and t.layout is STRIDED else object(),
+        )
         for t, key, _ in held
     ]
 
@@ -113,14 +127,14 @@ class _Spot:
             found = self.keys[name] = Key(self.path, 0, PARAMETER, name), Key(self.path, 0, PARAMETER_GRADIENT, name)
         return found
 
-    def facts_of(self, own: nn.Module, tensors_stay: bool) -> dict[str, Any]:
-        """Those of before, unless an attribute changed or a tensor, which the caller knows.
+    def facts_of(self, own: nn.Module, tensors_look_alike: bool) -> dict[str, Any]:
+        """Those of before, unless an attribute changed or the look of a tensor, which the caller knows.
 
         Plain values are kept alive, so that an `id` stands for one value; of others, of which facts say nothing, it is their types that
         must be the same. What may change inside, a list or a dataclass, is looked at anew.
         """
         state = vars(own)
-        if tensors_stay and self.names == [*state] and self.ids == [*map(id, self.plain(state))]:
+        if tensors_look_alike and self.names == [*state] and self.ids == [*map(id, self.plain(state))]:
             if not self.others or self.others == [(name, _words(name, state[name])) for name, _ in self.others]:
                 return self.facts
         shown = {name: value for name, value in state.items() if not name.startswith("_")}
@@ -158,7 +172,7 @@ class _Structure:
         blocks = names.blocks(found)
         self.blocks = {id(place.module): path for path, place in places if path in blocks}
         self.removed, self.compiled = found.removed, found.compiled
-        self.state: list[Any] = []
+        self.looks: list[_Look] = []
         self.kept: dict[str, Any] = {}
 
     def modules(self, model: nn.Module) -> list[nn.Module] | None:
@@ -192,10 +206,11 @@ def of(model: nn.Module, every_module: bool) -> Standing:
         modules = list(model.modules())
     owners = [(spot, modules[spot.owner]) for spot in known.spots]
     held = _held(owners)
-    state = _state(held)
-    same = state == known.state
+    looks = _looks(held)
+    same = looks == known.looks
     if not same:
-        known.state, known.kept = state, {}
+        same = [look[:-1] for look in looks] == [look[:-1] for look in known.looks]
+        known.looks, known.kept = looks, {}
     return Standing(
         known.every if every_module else known.blocks,
         {spot.path: modules[spot.number] for spot in known.spots},
