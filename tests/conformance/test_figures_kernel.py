@@ -133,7 +133,7 @@ def cases() -> list[tuple[list[list[torch.Tensor]], bool]]:
     for dtype in DTYPES[2:6]:  # a whole chunk, and the first words of another
         found.append(([[drawn(CHUNK_BYTES // dtype.itemsize + 3, dtype)]], True))
     whole = drawn(CHUNK_BYTES // 4, torch.float32)
-    found.append(([[whole * 1e-20], [whole * 1e-25], [whole * 1e25], [whole * 0], [-whole.abs()]], True))
+    found.append(([[whole * 2e-24], [whole * 1e-25], [whole * 1e25], [whole * 0], [-whole.abs()]], True))
     found.append(([[whole[: 3 * whole.numel() // 4]]], True))  # behind its end there is more
     found.append(([[drawn(3000, torch.float32)], [-drawn(3000, torch.float32).abs()], [drawn(5, torch.float32)]], False))
     found.append(([[drawn(2001, torch.float32)] * eager.KEPT + [drawn(700, torch.float32)]], True))
