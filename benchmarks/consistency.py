@@ -199,6 +199,7 @@ def cost(name: str, rounds: int, row: int) -> None:
         told(*([t.step for t in found] for found in alternated(step, checker, few, whole=True)))
         if row and gpu:  # on a CPU every step is waited for
             print(f"    {row} whole steps in a row, none waited for, each trace looked at a step later:")
+            step.in_a_row(checker, 2)
             runs = [[step.in_a_row(each, row) for each in (None, checker, checker, None)] for _ in range(max(2, rounds // 4))]
             told([t for run in runs for t in run[::3]], [t for run in runs for t in run[1:3]])
 

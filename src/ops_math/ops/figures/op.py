@@ -161,6 +161,7 @@ def _is_usual(tensor: Tensor) -> bool:
         and tensor.dtype in COUNTED
         and tensor.is_contiguous()
         and not tensor.is_neg()
+        and not tensor.is_nested
     )
 
 
