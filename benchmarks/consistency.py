@@ -135,12 +135,14 @@ class Stepper:
         self.wait()
         return (time.perf_counter() - start) * 1e3 / count
 
-    def kernels(self, checker: ConsistencyChecker) -> tuple[float, int]:
-        """Time of the figures' kernels in one step [ms], and how many were started."""
+    def kernels(self, checker: ConsistencyChecker | None) -> tuple[float, float, int]:
+        """Time of all that the device does in one step [ms]; of that the figures' kernels, and how many were started."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             self(checker)
-        mine = [event for event in profile.key_averages() if event.key in ("_chunk_kernel", "_fold_kernel", "_gather_kernel")]
-        return sum(event.self_device_time_total for event in mine) / 1e3, sum(event.count for event in mine)
+        events = profile.key_averages()
+        mine = [event for event in events if event.key in ("_chunk_kernel", "_fold_kernel", "_gather_kernel")]
+        busy, spent = (sum(event.self_device_time_total for event in found) / 1e3 for found in (events, mine))
+        return busy, spent, sum(event.count for event in mine)
 
     def copy_rate(self) -> float:
         """Bytes that a copy reads and writes a second."""
@@ -188,9 +190,10 @@ def cost(name: str, rounds: int, row: int) -> None:
         print(f"forward {phases[0][1]:.2f} and {phases[1][1]:.2f}, backward {phases[0][2]:.2f} and {phases[1][2]:.2f},", end=" ")
         print(f"leaving it {phases[1][3]:.2f}; looking at it afterwards {statistics.median(step.looks):.2f}")
         if gpu:
-            spent, count = step.kernels(checker)
+            (busy, _, _), (traced_busy, spent, count) = step.kernels(None), step.kernels(checker)
             rate = step.bytes / spent * 1e3
-            print(f"    {count} kernels of figures, {spent:.3f} ms, {rate / 1e12:.2f} TB/s, {rate / step.copy_rate():.2f} of a copy's")
+            print(f"    the device is busy for {busy:.2f} and {traced_busy:.2f} ms;", end=" ")
+            print(f"{count} kernels of figures, {spent:.3f} ms, {rate / 1e12:.2f} TB/s, {rate / step.copy_rate():.2f} of a copy's")
         else:
             print("    the processor's time for the thread:")
             told([t.processor for t in without], [t.processor for t in traced])
