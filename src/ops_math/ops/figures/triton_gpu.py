@@ -54,9 +54,9 @@ class Config(NamedTuple):
     num_warps: int
 
 
-# With 16 warps of 32 lanes, or 8 of 64, a thread holds all four rows of a column, so that no step of the loop needs a barrier.
-CONFIGS = tuple(Config(ahead, warps) for ahead, warps in ((True, 16), (False, 16), (True, 8), (False, 8)))
-DEFAULT = CONFIGS[2 if torch.version.hip else 0]
+# With 16 warps of 32 lanes a thread holds all four rows of a column, so that no step of the loop needs a barrier. On AMD that would be 8 of 64
+# lanes, for which Triton 3.9 finds no instructions (gfx942), so rows meet in shared memory there.
+CONFIGS = (Config(True, 16), Config(False, 16))
 
 
 @triton.jit
@@ -376,7 +376,7 @@ class _Plan(NamedTuple):
 class Rows:
     """The figures of tensors on one GPU, a row each, in the order in which they are added."""
 
-    def __init__(self, device: torch.device, config: Config = DEFAULT) -> None:
+    def __init__(self, device: torch.device, config: Config = CONFIGS[0]) -> None:
         self.device, self.config = device, config
         self.factors, self.signs = factors(device), block_signs(device)
         self.ranges: list[_Range] = []
