@@ -54,8 +54,8 @@ class Config(NamedTuple):
     num_warps: int
 
 
-# With 16 warps of 32 lanes a thread holds all four rows of a column, so that no step of the loop needs a barrier. On AMD that would be 8 of 64
-# lanes, for which Triton 3.9 finds no instructions (gfx942), so rows meet in shared memory there.
+# With 16 warps of 32 lanes a thread holds all four rows of a column, so that no step of the loop needs a barrier. On AMD those would be 8
+# of 64 lanes, for which Triton 3.9 finds no instructions (gfx942), so rows meet in shared memory there.
 CONFIGS = (Config(True, 16), Config(False, 16))
 
 
