@@ -60,7 +60,10 @@ def _cost_of_call(problem: Any, phase: str) -> Cost:
 
 
 class RegisteredOperator(Operator):
-    """A catalogue entry made by `om.register`; call it as the function that it was made of. `report` is its proof, None without one."""
+    """A catalogue entry made by `om.register`; call it as the function that it was made of. `report` is its proof, None without one.
+
+    As a function does, it copies as itself and pickles by its name, so that a model that holds one can be copied and saved whole.
+    """
 
     def __init__(self, name: str, op: Any, reference: Callable[..., Any], problem: Any, cost: Any, cases: Any, report: Any) -> None:
         self.name, self.package, self.variant = name, "", ""
@@ -116,6 +119,15 @@ class RegisteredOperator(Operator):
         counter.calls += 1
         counter.bytes += num_bytes
         return run(*args, **kwargs)
+
+    def __copy__(self) -> RegisteredOperator:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RegisteredOperator:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return entered, (self.name,)
 
     def _choose(self, key: Any, problem: Any, device: torch.device) -> Any:
         choice = self.choice(problem, "fwd", backends.device_of(device))
@@ -201,7 +213,7 @@ def register(
     Raises: VerificationError with the report where the proof fails; ArgumentError for a name that is taken or no name, and for what cannot
     be called.
     """
-    if not name.isidentifier():
+    if not isinstance(name, str) or not name.isidentifier():
         checks.fail("register", "name", "a Python name", repr(name), "Write it like my_norm.")
     if name in catalog.operators() or name in catalog.public_functions():
         checks.fail("register", "name", "one that the catalogue does not have", repr(name), "Take another, or unregister it first.")
@@ -212,6 +224,9 @@ def register(
     for argument, value in (("op", run), ("reference", reference)):
         if not callable(value):
             checks.fail("register", argument, "a function, or a module with run()", type(value).__name__, "Pass what computes it.")
+    for argument, value in (("problem", problem), ("cost", cost)):
+        if value is not None and not callable(value):
+            checks.fail("register", argument, "a function, or None", type(value).__name__, "Leave it out for shapes and dtypes.")
     report = None
     if verify:
         if cases is None:
@@ -227,12 +242,23 @@ def register(
     return entry
 
 
+def entered(name: str) -> RegisteredOperator:
+    """What is registered under a name: how a pickle finds it again, in this process or in one that registered it too.
+
+    Raises: UnsupportedError where nothing is.
+    """
+    found = catalog.operators().get(name)
+    if not isinstance(found, RegisteredOperator):
+        checks.refuse(f"loading {name}", "no operator of this name is registered here", f"Call ops_math.register({name!r}, ...) first.")
+    return found
+
+
 def unregister(name: str) -> None:
     """Take an operator that `register` entered out of the catalogue; what was returned then keeps working as the function did.
 
     Raises: ArgumentError for a name that was not registered.
     """
-    if not isinstance(catalog.operators().get(name), RegisteredOperator):
+    if not isinstance(name, str) or not isinstance(catalog.operators().get(name), RegisteredOperator):
         entered = tuple(n for n, entry in catalog.operators().items() if isinstance(entry, RegisteredOperator))
         checks.fail("unregister", "name", "one that was registered", repr(name), f"Registered are: {', '.join(entered) or 'none'}.")
     del catalog.operators()[name]

@@ -31,7 +31,7 @@ OUTSIDE_CATALOGUE = {
 }
 
 # What each part of ops_math may import of ops_math, besides itself. A name stands for the module and all below it.
-FOUNDATION = ("spec", "checks", "settings", "stats", "features", "_version")
+FOUNDATION = ("spec", "checks", "settings", "stats", "features", "files", "_version")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "spec": (),
     "checks": ("spec",),
@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "settings": ("spec", "checks"),
     "stats": ("spec",),
     "features": ("spec",),
+    "files": (),
     "backends": FOUNDATION,
     "schedule": (*FOUNDATION, "backends", "rng"),
     "layout": (*FOUNDATION, "backends"),
@@ -269,6 +270,56 @@ def errors_in_checks(source: Source) -> Iterator[Violation]:
                 yield Violation(str(source.path), node.lineno, f"raises {raised}: use ops_math.checks")
 
 
+# Copies that no report needs to name: of what has one dimension, or where the words after them say.
+PARAMETER = "a parameter of one dimension"
+BARE_COPIES: dict[tuple[str, str], str] = {
+    ("ops_math/ops/adamw/eager.py", "value.contiguous()"): "bits of numbers that were just made, piece by piece",
+    ("ops_math/ops/attention/eager.py", "x.to(dtype).contiguous()"): "gathers pieces of heads that fit a cache, whatever the strides are",
+    ("ops_math/ops/attention/eager.py", "made.clone()"): "a piece of heads that fits a cache",
+    ("ops_math/ops/cross_entropy/eager_linear.py", "none.clone()"): "an empty tensor",
+    ("ops_math/ops/cross_entropy/triton_gpu.py", "class_weight.contiguous()"): PARAMETER,
+    ("ops_math/ops/figures/eager.py", "torch.block_diag(*signs.view(PARTS, 1, -1).unbind()).contiguous()"): "a constant",
+    ("ops_math/ops/figures/eager.py", "some.contiguous()"): "a constant",
+    ("ops_math/ops/figures/op.py", "rows[:, -2:].contiguous()"): "two numbers a tensor",
+    ("ops_math/ops/glu/triton_gpu_gelu.py", "bias.contiguous()"): PARAMETER,
+    ("ops_math/ops/layer_norm/triton_gpu.py", "t.contiguous()"): PARAMETER,
+    (
+        "ops_math/ops/linear/eager.py",
+        "t.clone(memory_format=torch.contiguous_format)",
+    ): "a block of rows whose bits may not depend on where it lies",
+    ("ops_math/ops/linear/triton_gpu.py", "bias.contiguous()"): PARAMETER,
+    ("ops_math/ops/rms_norm/inductor.py", "weight.contiguous()"): PARAMETER,
+    ("ops_math/ops/rms_norm/inductor.py", "rstd.contiguous()"): "one number a row",
+    ("ops_math/ops/rms_norm/triton_gpu.py", "weight.contiguous()"): PARAMETER,
+    ("ops_math/blocks/packing.py", "parameter.data.clone()"): "the user asked for it: unpack() gives parameters storages of their own",
+}
+
+
+def bare_copies(source: Source) -> Iterator[tuple[str, int]]:
+    """What launchers and blocks copy without a note, as it is written, and where: `contiguous()` and `clone()` outside `copied(...)`."""
+    if source.is_test or source.package != "ops_math" or source.part not in ("ops", "blocks"):
+        return
+    if source.path.stem.partition("_")[0] in ("reference", "problem", "plain"):
+        return
+    noted = {
+        inner
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and _final_name(node.func) == "copied"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("contiguous", "clone"):
+            if node not in noted:
+                yield ast.unparse(node), node.lineno
+
+
+def noted_copies(source: Source) -> Iterator[Violation]:
+    """Every copy that a call makes because of strides is in `om.layout.report()`."""
+    for what, line in bare_copies(source):
+        if (str(source.path), what) not in BARE_COPIES:
+            yield Violation(str(source.path), line, f"copies by `{what}` without a note: use ops_math.layout's dense or copied")
+
+
 def file_name(source: Source) -> Iterator[Violation]:
     """Operator folders have fixed file names; no file or folder has a name that could hold anything."""
     for part in source.path.with_suffix("").parts:
@@ -334,6 +385,7 @@ FILE_RULES: tuple[Rule, ...] = (
     environment_in_settings,
     launches_in_one_place,
     errors_in_checks,
+    noted_copies,
     file_name,
     file_length,
     function_length,

@@ -43,6 +43,11 @@ def test_an_exception_is_still_needed(name, path):
     assert list(getattr(rules, name)(rules.parse(path, (SRC / path).read_text())))
 
 
+@pytest.mark.parametrize(("path", "what"), sorted(rules.BARE_COPIES))
+def test_a_copy_that_needs_no_note_is_still_made(path, what):
+    assert what in {found for found, _ in rules.bare_copies(rules.parse(path, (SRC / path).read_text()))}
+
+
 @pytest.mark.parametrize("rule", SIZE_RULES, ids=lambda rule: rule.__name__)
 def test_tests_examples_and_benchmarks_keep_to_the_same_sizes(rule):
     files = sources("tests", "examples", "benchmarks", "scripts", "tools")

@@ -11,6 +11,8 @@ from ops_math.layout import as_rows
 from ops_nn.adopt import adopt
 from tests.adopt.models import JOBS, Job, bert, tokens
 
+SUMS = "attention's sums"  # one number a row and head, which PyTorch's CPU kernel writes heads last
+
 
 @pytest.fixture(autouse=True)
 def nothing_seen():
@@ -28,11 +30,11 @@ def reasons(job, autocast=False):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["our Llama, tied", "our BERT"])
-def test_a_model_in_one_dtype_copies_nothing(name, dtype):
+def test_a_model_in_one_dtype_copies_nothing_but_the_sums_that_pytorchs_attention_lays_otherwise(name, dtype):
     job = JOBS[name]()
     job.model.to(dtype)
     adopt(job.model)
-    assert reasons(job) == set()
+    assert reasons(job) <= {SUMS}
 
 
 def test_under_autocast_weights_are_cast_at_once_and_the_stream_only_where_it_enters(monkeypatch):
@@ -53,7 +55,7 @@ def test_where_pytorch_writes_gradients_apart_packing_them_is_a_copy_and_said():
     job.model.float()
     adopt(job.model, pack=True)
     with om.force(attention="vendor"):
-        assert reasons(job) == {"gradient of q, k and v as one"}
+        assert reasons(job) == {"gradient of q, k and v as one", SUMS}
 
 
 def test_inputs_that_have_no_rows_are_copies_in_one_line_whatever_their_shapes():

@@ -28,6 +28,11 @@ def test_an_unknown_command_is_refused_with_exit_code_2(capsys):
             checks.ArgumentError("train: --data must be a text file; got an empty one."),
             "ops-math: train: --data must be a text file; got an empty one.",
         ),
+        (
+            RuntimeError("alloc_cpu.cpp:127: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes. Error 12"),
+            "ops-math: out of memory: an allocation of 4.0 GiB failed. Ask for smaller sizes, or for a smaller model.",
+        ),
+        (MemoryError(), "ops-math: out of memory: an allocation failed. Ask for smaller sizes, or for a smaller model."),
         (PermissionError(13, "Permission denied", "report"), "ops-math: [Errno 13] Permission denied: 'report'"),
     ],
 )
@@ -42,12 +47,13 @@ def test_what_a_user_can_mend_is_one_sentence_and_exit_code_2(error, words, monk
     assert capsys.readouterr().err.strip() == words
 
 
-def test_a_fault_of_ours_keeps_its_traceback(monkeypatch):
+@pytest.mark.parametrize("error", [ZeroDivisionError, RuntimeError("a kernel has a fault")])
+def test_a_fault_of_ours_keeps_its_traceback(error, monkeypatch):
     def fails() -> None:
-        raise ZeroDivisionError
+        raise error
 
     monkeypatch.setattr(app.Commands, "get_command", lambda self, ctx, name: app.command(name, fails))
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(type(error) if isinstance(error, Exception) else error):
         app.run(["doctor"])
 
 

@@ -1,7 +1,9 @@
 """`ops-math bench`: every function has shapes, what is wrong is named, a slowdown fails the check, and a CPU gives ratios only."""
 
+import errno
 import io
 import json
+import os
 import re
 import xml.etree.ElementTree as ET
 
@@ -104,6 +106,31 @@ def test_save_writes_a_picture_beside_the_baseline_and_results_append_rows(made_
     rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert len(rows) == 8
     assert {"benchmark", "op", "phase", "variant", "device", "commit", "command"} <= set(rows[0])
+
+
+def test_what_was_measured_stays_on_the_screen_when_the_disk_is_full(made_up, tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "p.svg").write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    places = ["--save", str(tmp_path / "b.json"), "--picture", str(tmp_path / "p.svg"), "--results", "/dev/full"]
+    result = run("softmax", "--shape", "8x64", "--device", "cpu", *places)
+    assert "softmax 8x64 fp32" in result.stdout
+    assert isinstance(result.exception, OSError)  # which `ops-math` says in one sentence, with exit code 2
+    said = [f"{place} could not be written: No space left on device" for place in (tmp_path / "b.json", tmp_path / "p.svg", "/dev/full")]
+    assert str(result.exception) == "; ".join(said)
+    assert (tmp_path / "p.svg").read_text() == "old"
+    assert not list(tmp_path.glob("*.part"))
+    as_data = run("softmax", "--shape", "8x64", "--device", "cpu", "--json", *places)
+    assert json.loads(as_data.stdout)["rows"]
+
+
+def test_a_file_in_the_way_of_a_baseline_is_said_before_anything_is_measured(made_up, tmp_path):
+    (tmp_path / "b.json").write_text("notes")
+    result = run("softmax", "--shape", "8x64", "--device", "cpu", "--save", str(tmp_path / "b.json"))
+    assert str(result.exception).startswith("bench: --save must be a baseline that can be read; got ")
+    assert made_up["clock"].orders == []
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,40 @@ def test_what_is_no_baseline_is_refused_in_words(text, words, tmp_path):
         baseline.read(path)
 
 
+def edits(node):
+    """Every way to put nonsense in the place of one part of a document, or to leave it out."""
+    yield from (None, [], {}, "x", -1, True, [[]], {"a": 1}, [[["x"]]], 10**400, math.nan)
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield {other: kept for other, kept in node.items() if other != key}
+            yield from ({**node, key: edited} for edited in edits(value))
+    elif isinstance(node, list) and node:
+        yield node[1:]
+        yield from ([edited, *node[1:]] for edited in edits(node[0]))
+
+
+def test_an_edited_file_is_refused_in_words_or_can_be_held(tmp_path):
+    path, now = tmp_path / "b.json", {"a": row(1.0, torch="2.13.0")}
+    refused = held = 0
+    for edited in edits({"format": 1, "rows": now}):
+        path.write_text(json.dumps(edited))
+        try:
+            before = baseline.read(path)
+        except checks.ArgumentError:
+            refused += 1
+        else:
+            baseline.hold(before, now)
+            baseline.write(path, now)
+            held += 1
+    assert refused > 50
+    assert held > 5
+    path.write_text("[" * 100_000)
+    with pytest.raises(
+        checks.ArgumentError, match=r"--save must be a baseline that can be read; got .*\. Move it away, or save under another name\."
+    ):
+        baseline.write(path, now)
+
+
 def test_a_name_is_a_file_a_device_in_the_cache_and_a_path_is_itself(monkeypatch, tmp_path):
     monkeypatch.setenv("OPS_MATH_CACHE", str(tmp_path))
     assert baseline.path_of("main", "NVIDIA H200") == tmp_path / "bench" / "main-nvidia-h200.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,6 +70,25 @@ def test_a_comparison_ends_with_table_verdict_report_and_checkpoint(cli: Cli, tm
     assert [len(v["losses"]) for v in plain["variants"]] == [10, 10]
     assert {row["op"] for row in plain["operators"]} >= {"rms_norm"}
     assert plain["verdict"] in " ".join(out.split())
+
+
+def test_what_was_trained_is_shown_when_the_disk_is_full(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    assert cli("--model", "small", "--steps", 4, "--report", tmp_path / "first")[0] == 0  # the tokenizer is made
+    monkeypatch.setattr(os, "fsync", full)
+    code, out, err = cli("--model", "small", "--steps", 4, "--report", tmp_path / "report")
+    assert "tokens/s" in out
+    assert "Checkpoint" not in out
+    assert code == 2
+    for what in ("the checkpoint", "the report in"):
+        assert re.search(rf"train: {what} \S+: it cannot be written \(.*No space left on device\)", err)
+    assert "Traceback" not in err
+    assert list((tmp_path / "report").iterdir()) == []
+    code, out, _ = cli("--model", "small", "--steps", 4, "--report", tmp_path / "report", "--json")
+    assert code == 2
+    assert len(json.loads(out)["unwritten"]) == 2
 
 
 def test_json_alone_stands_on_stdout(cli: Cli, tmp_path: Path) -> None:

@@ -129,7 +129,8 @@ def test_the_estimate_counts_what_plain_pytorch_really_saves() -> None:
         (1000 + 99_999, False, "--batch 7 would fit"),
         (16 * 25 + 15, True, "Choose a smaller model (`--model help` lists them)"),
         (16 * 25 + 250, True, "--no-compare --batch 2 would fit"),
-        (16 * 62 + 50, False, "--no-compare --batch 1 --seq 45 would fit"),
+        (16 * 62 + 50, False, "--batch 1 --seq 45 would fit"),
+        (16 * 25 + 50, True, "--no-compare --batch 1 --seq 45 would fit"),
     ],
 )
 def test_the_advice_is_what_fits(free: int, compare: bool, said: str) -> None:

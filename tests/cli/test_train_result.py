@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import random
 import re
 import xml.etree.ElementTree as ElementTree
@@ -294,7 +295,7 @@ def test_the_report_replaces_an_old_one_in_one_step(tmp_path: Path, monkeypatch:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report.os, "replace", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(
         UnsupportedError, match=r"^train: the report in .*: it cannot be written \(No space left on device\). Free space or"
     ):

@@ -206,3 +206,60 @@ def test_a_name_says_what_a_file_holds_on_this_machine(cache):
     assert file.name == CPU.file_name
     assert CPU.torch == torch.__version__
     assert CPU.cores == torch.get_num_threads()
+
+
+def test_a_file_in_a_shared_folder_can_be_read_by_others_and_its_lock_taken_by_who_may_write_the_folder(tmp_path):
+    before = os.umask(0o027)
+    try:
+        (tmp_path / "shared").mkdir()
+        (tmp_path / "shared").chmod(0o775)
+        path = tmp_path / "shared" / HERE.file_name
+        path.touch(0o600)
+        path.write_text(json.dumps(store.document(HERE, store.NONE)))
+        store.write(path, HERE, [row()], None)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert Path(f"{path}.lock").stat().st_mode & 0o777 == 0o664
+
+
+def test_a_reader_that_met_a_broken_file_leaves_what_another_process_wrote_meanwhile(monkeypatch, tmp_path):
+    path = tmp_path / HERE.file_name
+    path.write_text("half a fi")
+    look = store._look
+
+    def slowly(*given):
+        found = look(*given)
+        monkeypatch.setattr(store, "_look", look)
+        store.write(path, HERE, [row("theirs")], None)  # by another process, which sets the broken file aside
+        return found
+
+    monkeypatch.setattr(store, "_look", slowly)
+    with pytest.warns(ScheduleWarning) as caught:
+        found = store.read(path, HERE)
+    assert [m.problem for m in found.measurements.values()] == ["theirs"]
+    assert [m.problem for m in store.read(path, HERE).measurements.values()] == ["theirs"]
+    assert len(caught) == 1
+
+
+def test_without_room_a_broken_file_is_moved_and_no_part_of_a_copy_stays(monkeypatch, tmp_path):
+    path = tmp_path / HERE.file_name
+    document = store.document(HERE, store.Contents({row().key: row()}, CEILINGS))
+    path.write_text(json.dumps({**document, "measurements": [*document["measurements"], 3]}))
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.warns(ScheduleWarning, match=r"It is at .*set-aside-1\.json, and what is good in it could not be put back"):
+        assert len(store.read(path, HERE).measurements) == 1
+    assert [p.name for p in tmp_path.glob("*.json")] == [f"{path.stem}.set-aside-1.json"]
+
+
+def test_a_full_disk_leaves_an_older_export_whole(monkeypatch, tmp_path):
+    add(CPU, [row()], save=False)
+    path = tmp_path / "export.json"
+    schedule.export(path)
+    old = path.read_text()
+    assert path.stat().st_mode & 0o444
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*export\.json'"):
+        schedule.export(path)
+    assert path.read_text() == old
+    assert [p.name for p in tmp_path.iterdir() if p.suffix == ".part"] == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import types
 from typing import NamedTuple
 
@@ -185,3 +187,46 @@ def test_tensors_in_a_list_are_described_by_shape_and_not_read():
     made = [describe([torch.full((3,), value), torch.full((2, 2), value)], "sum", eps=1e-6) for value in (0.0, 1.0)]
     assert made[0] == made[1] == (((3,), (2, 2)), ("fp32", "fp32"), "0=[, ], 1='sum', eps=1e-06")
     assert describe("") != describe()
+
+
+@pytest.mark.parametrize("name", [3, None, [], b"norm"])
+def test_a_name_that_is_no_word_is_refused_in_words(name):
+    with pytest.raises(ArgumentError, match=r"^register: name must be a Python name; got "):
+        om.register(name, broken.norm, reference=broken.norm_reference, verify=False)
+    with pytest.raises(ArgumentError, match=r"^unregister: name must be one that was registered; got "):
+        om.unregister(name)
+
+
+@pytest.mark.parametrize("argument", ["problem", "cost"])
+def test_what_describes_a_call_must_be_a_function(argument):
+    with pytest.raises(ArgumentError, match=rf"^register: {argument} must be a function, or None; got int\."):
+        om.register("user_norm", broken.norm, reference=broken.norm_reference, verify=False, **{argument: 3})
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, op):
+        super().__init__()
+        self.op, self.weight = op, torch.nn.Parameter(torch.ones(32))
+
+    def forward(self, x):
+        return self.op(x, self.weight)
+
+
+def test_a_model_that_holds_one_can_be_copied_and_saved_whole(entered, tmp_path):
+    model = Holder(entered("user_norm", broken.norm, verify=False))
+    x = inputs()[0].detach()
+    average = copy.deepcopy(model)  # as averages of weights are made
+    assert average.op is model.op
+    assert average.weight is not model.weight
+    assert copy.copy(model.op) is model.op
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+    torch.save(model, tmp_path / "model.pt")
+    assert torch.equal(torch.load(tmp_path / "model.pt", weights_only=False)(x), model(x))
+
+
+def test_a_pickle_of_one_that_is_not_registered_is_refused_in_words(entered):
+    saved = pickle.dumps(entered("user_norm", broken.norm, verify=False)).replace(b"user_norm", b"your_norm")
+    with pytest.raises(
+        UnsupportedError, match=r"^loading your_norm: no operator of this name is registered here\. Call ops_math\.register"
+    ):
+        pickle.loads(saved)

@@ -181,6 +181,42 @@ def test_what_cannot_be_verified_is_refused_in_words(options, sentence):
     assert str(error.value) == sentence
 
 
+def with_best(x, weight, eps):
+    return broken.norm(x, weight, eps=eps), x.argmin(-1), len(x)
+
+
+def with_best_reference(x, weight, eps):
+    return broken.norm_reference(x, weight, eps=eps), x.argmax(-1), len(x)
+
+
+def test_results_that_are_no_floating_tensors_are_named_as_not_looked_at():
+    report = verify(with_best, reference=with_best_reference, inputs=broken.norm_inputs, faults=(), tempers=(), dtypes=("fp32",))
+    assert report.ok, str(report)
+    advice = "only floating results are held to the reference; compare this one yourself"
+    assert {f"result 1 (int64): {advice}", f"result 2 (int): {advice}"} <= set(report.skipped)
+    assert "skipped 2 cases, the first result 1 (int64): only floating results" in str(report)
+
+
+@pytest.mark.parametrize("op", [lambda x, weight, eps: x.argmin(-1), lambda x, weight, eps: {"y": x}])
+def test_a_function_without_a_floating_result_is_not_right(op):
+    report = verify(op, reference=op, inputs=broken.norm_inputs, faults=(), tempers=(), dtypes=("fp32",))
+    assert not report.judged
+    assert "the reference returns no floating tensor" in str(report)
+
+
+@pytest.mark.parametrize("frozen", [7, "mask", -1])
+def test_a_frozen_argument_that_is_not_there_is_refused_in_words(frozen):
+    with pytest.raises(checks.ArgumentError) as error:
+        held(broken.norm, frozen=(1, frozen))
+    has = "The inputs have 0, 1, 'eps'."
+    assert str(error.value) == f"verify: frozen must be positions and keywords of arguments; got {frozen!r}. {has}"
+
+
+def test_a_backend_that_is_not_there_is_refused_before_anything_runs():
+    with pytest.raises(checks.ArgumentError, match=r"^verify: compile must be one of .*inductor.*; got 'bogus'\."):
+        held(lambda *given: pytest.fail("ran"), compile="bogus")
+
+
 def test_nothing_judged_is_not_right():
     def impossible(d, rows=4):
         raise ValueError("no such input")

@@ -17,7 +17,7 @@ from ops_math import recompute
 from ops_math.blocks import mlp_products, norms, pinned, products
 from ops_math.blocks.products import Affine
 from ops_math.dispatch import apply, needs_grad, once_differentiable, store_dtype
-from ops_math.layout import dense
+from ops_math.layout import dense, reshaped
 from ops_math.ops.layer_norm import op as layer_norm
 from ops_math.ops.rms_norm import op as rms_norm
 from ops_math.rng import Rng, draws, state_for
@@ -118,7 +118,7 @@ class _Product(torch.autograd.Function):
         ctx.form = a.shape if heads_first else None
         if heads_first:
             a = dense(a.transpose(1, 2), "attention's output", "PyTorch's kernel wrote it heads first")
-        flat = a.reshape(-1, w.shape[1])
+        flat = reshaped(a, (-1, w.shape[1]), "attention's output", "its heads do not lie side by side")
         narrow, w_cast = products.as_dtype(flat, rule.product), products.cast_weight(w, rule.product)
         b_cast = None if rule.bias_in_norm else products.cast_weight(b, rule.product)
         branch = F.linear(narrow, w_cast, b_cast).view(residual.shape)

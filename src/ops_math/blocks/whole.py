@@ -18,7 +18,7 @@ from ops_math.blocks.attention import Heads, Options
 from ops_math.blocks.products import bias_grad, dtypes_of, owners_of, rows, weight_grad
 from ops_math.blocks.streams import Unsummed
 from ops_math.dispatch import apply, needs_grad, once_differentiable
-from ops_math.layout import adjoining
+from ops_math.layout import adjoining, reshaped
 from ops_math.ops.attention.op import OP as ATTENTION
 from ops_math.ops.attention.op_drawn import default_scale
 from ops_math.ops.rms_norm.op import OP as RMS_NORM
@@ -123,7 +123,7 @@ def _products_backward(
     h_MK, dh_MK = rows(h), None
     grads: list[Tensor | None] = []
     for i, (dy, weight) in enumerate(zip(dys, weights, strict=True)):
-        dy_MN = dy.reshape(-1, weight.shape[0])
+        dy_MN = reshaped(dy, (-1, weight.shape[0]), "gradient of a product", "its strides make no rows")
         grads.append(weight_grad(dy_MN, h_MK, dtypes[2 * i], owners[i]) if needed[2 * i] else None)
         grads.append(bias_grad(dy_MN, dtypes[2 * i + 1]) if needed[2 * i + 1] else None)
         if upstream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -83,5 +83,15 @@ def run(arguments: list[str] | None = None) -> None:
     try:
         application(args=arguments)
     except USER_ERRORS as error:
-        Console(stderr=True).print(f"ops-math: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(2)
+        _stop(str(error))
+    except (RuntimeError, MemoryError) as error:  # a CPU's allocator has no exception of its own
+        from ops_math.cli.train import capacity
+
+        if not capacity.out_of_memory(error):
+            raise
+        _stop(f"out of memory: {capacity.asked_for(error)}. Ask for smaller sizes, or for a smaller model.")
+
+
+def _stop(words: str) -> NoReturn:
+    Console(stderr=True).print(f"ops-math: {words}", style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(2)

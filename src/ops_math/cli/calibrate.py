@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ from ops_math.backends import kernel_cache
 from ops_math.cli.device import chosen
 from ops_math.cli.paths import writable
 from ops_math.cli.progress import SELDOM_S, lines
+from ops_math.cli.train import capacity
+from ops_math.cli.train.config import check_length, resolve
 from ops_nn.adopt import adopt
 from ops_nn.models import PRESETS, build
 
@@ -42,6 +45,14 @@ def step_of(name: str, batch: int, seq: int, dtype: str, autocast: bool, device:
         model.zero_grad(set_to_none=True)
 
     return step
+
+
+def _check_sizes(model: str, batch: int, seq: int, autocast: str, place: torch.device) -> None:
+    """What cannot run is said before the step runs."""
+    config = resolve({"model": None})
+    config = dataclasses.replace(config, model=model, batch=batch, seq=seq, dtype=autocast, device=str(place), compare=False)
+    check_length("calibrate", model, seq)
+    capacity.check(config, "calibrate", optimizer=False)
 
 
 def calibrate(
@@ -73,7 +84,9 @@ def calibrate(
     writable("calibrate", "--export", export)
     place = chosen("calibrate", device)
     autocast = dtype != "fp32" and not parameters
-    step = step_of(model, batch or PRESETS[model].batch, seq or PRESETS[model].seq, dtype, autocast, place)
+    sizes = batch or PRESETS[model].batch, seq or PRESETS[model].seq
+    _check_sizes(model, *sizes, dtype if autocast else "fp32", place)
+    step = step_of(model, *sizes, dtype, autocast, place)
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -87,8 +100,6 @@ def calibrate(
     trimmed = kernel_cache.trim(int(kernel_cache_gib * 2**30))
     if trimmed.removed:
         console.print(f"removed {trimmed.removed} compiled kernels, {(trimmed.before - trimmed.after) / 2**30:.2f} GiB")
-    if export is not None:
-        schedule.export(export)
     if as_json:
         rows = [{**m._asdict(), "ties": list(m.ties)} for m in found.measurements]
         sys.stdout.write(
@@ -97,3 +108,6 @@ def calibrate(
         )
     else:
         Console().print(str(found), highlight=False, markup=False, soft_wrap=True)
+    if export is not None:
+        sys.stdout.flush()
+        schedule.export(export)

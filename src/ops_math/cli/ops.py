@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ops_math import backends, catalog, checks, features
+from ops_math import backends, catalog, checks, features, files
 from ops_math.dispatch import Operator
 from ops_math.schedule.choose import reason_against
 from ops_math.spec import Device, Implementation
@@ -153,7 +153,7 @@ def ops(
     if as_json:
         sys.stdout.write(json.dumps([one._asdict() for one in cells], indent=2) + "\n")
     elif update is not None:
-        update.write_text(replace_between_markers(update.read_text(), markdown(cells), str(update)))
+        files.replace(update, replace_between_markers(update.read_text(), markdown(cells), str(update)))
     elif as_markdown:
         sys.stdout.write(markdown(cells) + "\n")
     else:

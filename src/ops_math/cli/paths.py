@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from ops_math import checks
 
@@ -19,6 +21,21 @@ def folder_of(command: str, option: str, path: Path) -> None:
         checks.refuse(f"{command}: {option}", f"the folder {path.parent} cannot be made ({error.strerror})", "Name a path elsewhere.")
     if not os.access(path.parent, os.W_OK):
         checks.refuse(f"{command}: {option}", f"the folder {path.parent} may not be written", "Name a path elsewhere.")
+
+
+def write_all(writes: Iterable[Callable[[], Any]]) -> None:
+    """Write every file, also after one that cannot be; to be called when what was found is already on the screen.
+
+    Raises: OSError with all that went wrong, in one sentence.
+    """
+    failed = []
+    for write in writes:
+        try:
+            write()
+        except OSError as error:
+            failed.append(f"{error.filename} could not be written: {error.strerror}" if error.filename else str(error))
+    if failed:
+        raise OSError("; ".join(failed))
 
 
 def writable(command: str, option: str, path: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Every copy that a block still makes for the sake of a layout or a dtype, with its bytes and its reason."""
+"""Every copy that blocks and operators still make for the sake of a layout, or blocks of a dtype, with its bytes and its reason."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SEEN: dict[tuple[str, str], list[int]] = {}
 
 
 def copied(t: torch.Tensor, what: str, reason: str) -> torch.Tensor:
-    """Note that `t` is a fresh copy, and return it."""
+    """Note that `t` is a fresh copy, and return it. Code that `torch.compile` traces runs once for many calls, so it notes nothing."""
     if not torch.compiler.is_compiling():
         found = _SEEN.setdefault((what, reason), [0, 0])
         found[0] += 1
@@ -51,7 +51,11 @@ def dense(t: torch.Tensor, what: str, reason: str) -> torch.Tensor:
 
 
 def report() -> Report:
-    """What was copied so far, the largest first."""
+    """What was copied so far, the largest first.
+
+    Copies of blocks under `torch.compile` are part of the compiled graph, which may fuse them away, and are not here; those of operators
+    are, since a graph calls operators as they are.
+    """
     rows = [Copy(what, reason, calls, size) for (what, reason), (calls, size) in _SEEN.items()]
     return Report(tuple(sorted(rows, key=lambda row: row.bytes, reverse=True)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -17,6 +18,14 @@ def as_rows(x: torch.Tensor, num_cols: int | None = None) -> torch.Tensor:
     if not x.is_contiguous() and rows.is_contiguous() and x.numel():
         copied(rows, "rows of an operator's input", "its strides make no rows")
     return rows
+
+
+def reshaped(t: torch.Tensor, shape: Sequence[int], what: str, reason: str) -> torch.Tensor:
+    """`t.reshape(shape)`, noted where there is no such view: a copy lies dense, and a view of what is not dense does not."""
+    made = t.reshape(shape)
+    if torch.compiler.is_compiling() or t.is_contiguous() or not made.is_contiguous() or not made.numel():
+        return made
+    return copied(made, what, reason)
 
 
 def row_pieces(rows: int, cols: int, device: torch.device, values: int = 2**17) -> list[slice]:

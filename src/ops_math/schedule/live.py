@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from ops_math import backends, checks
+from ops_math import backends, checks, files
 from ops_math.schedule import store
 from ops_math.schedule.identity import Identity, identity_of, source_of
 from ops_math.schedule.record import Ceilings, Measurement, Record, load_shipped, of_measurements
@@ -164,10 +164,10 @@ def load_state_dict(state: dict[str, Any]) -> int:
 def export(path: str | Path) -> int:
     """Write all that is known of this machine's devices to a file that `load` takes, also on another machine of the same kind.
 
-    Returns: how many measurements it holds. Raises: OSError where the file cannot be written.
+    Returns: how many measurements it holds. Raises: OSError where the file cannot be written; one that was there is as it was.
     """
     state = state_dict()
-    Path(path).write_text(json.dumps(state, indent=1, sort_keys=True) + "\n")
+    files.replace(path, json.dumps(state, indent=1, sort_keys=True) + "\n")
     return sum(len(document["measurements"]) for document in state["records"])
 
 

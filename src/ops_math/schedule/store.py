@@ -1,7 +1,7 @@
 """The file of measurements: readable, safe for many processes, limited in size, and never the reason why a run fails.
 
 A file holds what belongs to one `Identity`. Writers hold a lock, read what is there, merge, and replace the file in one step, so a reader
-sees an old file or a new one. What cannot be understood is set aside with a warning and a copy kept.
+sees an old file or a new one. What cannot be understood is set aside under the same lock, with a warning.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import json
 import math
 import os
 import re
-import shutil
-import tempfile
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ops_math import settings
+from ops_math import files, settings
 from ops_math.schedule.identity import Identity
 from ops_math.schedule.record import Ceilings, Measurement, from_row, to_row
 
@@ -111,38 +109,71 @@ def _ceilings(found: Any, wrong: list[str]) -> Ceilings | None:
 
 
 def read(path: Path, identity: Identity) -> Contents:
-    """What a file holds for this device; a file that cannot be used, or not in whole, is set aside with a warning."""
+    """What a file holds for this device; a file that cannot be used, or not in whole, is set aside with a warning.
+
+    It is looked at again under the lock before that: what another process has put right meanwhile stays.
+    """
+    contents, wrong = _look(path, identity)
+    if not wrong:
+        return contents
+    try:
+        with _locked(path):
+            return _usable(path, identity)
+    except (ImportError, OSError) as error:
+        _warn_of(path, contents, wrong, f"It is left as it is ({error}).")
+        return contents
+
+
+def _look(path: Path, identity: Identity) -> tuple[Contents, str]:
+    """What can be used of a file, and what is wrong with it (empty where nothing is)."""
     try:
         text = path.read_text()
     except FileNotFoundError:
-        return NONE
+        return NONE, ""
     except (OSError, UnicodeDecodeError) as error:
-        return _set_aside(path, identity, NONE, f"it cannot be read ({error})")
+        return NONE, f"it cannot be read ({error})"
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return _set_aside(path, identity, NONE, f"it is not JSON ({error})")
-    contents, wrong = read_document(found, identity)
-    return _set_aside(path, identity, contents, wrong) if wrong else contents
+        return NONE, f"it is not JSON ({error})"
+    return read_document(found, identity)
 
 
-def _set_aside(path: Path, identity: Identity, contents: Contents, why: str) -> Contents:
-    """Keep a copy of a file beside it and warn; what was good in it stays in its place."""
+def _usable(path: Path, identity: Identity) -> Contents:
+    """What a file holds, by one who holds its lock: a file that is wrong is moved aside, what is good in it stays in its place."""
+    contents, wrong = _look(path, identity)
+    if not wrong:
+        return contents
     kept = next(p for p in (path.with_name(f"{path.stem}.set-aside-{n}.json") for n in range(1, 10**6)) if not p.exists())
     try:
-        shutil.copyfile(path, kept)
+        path.rename(kept)  # a copy would need room
+        where = f"A copy is at {kept}."
         if contents.measurements:
             replace(path, document(identity, contents))
-        else:
-            path.unlink()
-        where = f"A copy is at {kept}."
     except OSError as error:
-        where = f"No copy could be kept ({error})."
-    rest = (
-        f"{len(contents.measurements)} of its measurements are used." if contents.measurements else "Problems are predicted until measured."
-    )
-    warn(f"schedule: the record {path} was set aside: {why}. {where} {rest}")
+        where = (
+            f"It is at {kept}, and what is good in it could not be put back ({error.strerror or error})."
+            if kept.exists()
+            else f"It stays ({error})."
+        )
+    _warn_of(path, contents, wrong, where)
     return contents
+
+
+def _warn_of(path: Path, contents: Contents, wrong: str, where: str) -> None:
+    used = f"{len(contents.measurements)} of its measurements are used."
+    rest = used if contents.measurements else "Problems are predicted until measured."
+    warn(f"schedule: the record {path} was set aside: {wrong}. {where} {rest}")
+
+
+def _locked(path: Path) -> Any:
+    """The lock of a file. Who may write the folder may take it: a cache can be shared.
+
+    Raises: ImportError without filelock; OSError where it cannot be made, or (a Timeout) another holds it for too long.
+    """
+    from filelock import FileLock
+
+    return FileLock(str(path) + ".lock", timeout=LOCK_SECONDS, mode=path.parent.stat().st_mode & 0o666)
 
 
 def write(path: Path, identity: Identity, found: Iterable[Measurement], ceilings: Ceilings | None) -> Contents:
@@ -150,23 +181,20 @@ def write(path: Path, identity: Identity, found: Iterable[Measurement], ceilings
 
     A folder that cannot be written, is full, or stays locked costs a warning; what was found is returned all the same.
     """
-    new = {m.key: m for m in found}
-    try:
-        from filelock import FileLock, Timeout
-    except ImportError:
-        warn("schedule: filelock is not installed, so measurements last for this process only.")
-        return Contents(new, ceilings)
+    new = Contents({m.key: m for m in found}, ceilings)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(str(path) + ".lock", timeout=LOCK_SECONDS):
-            before = read(path, identity)
-            merged = merge(before, Contents(new, ceilings))
+        with _locked(path):
+            merged = merge(_usable(path, identity), new)
             replace(path, document(identity, merged))
             _limit_files(path.parent)
         return merged
-    except (OSError, Timeout) as error:
-        warn(f"schedule: measurements could not be kept in {path} ({error}). They last for this process only.")
-        return merge(NONE, Contents(new, ceilings))
+    except ImportError:
+        warn("schedule: filelock is not installed, so measurements last for this process only.")
+        return new
+    except OSError as error:
+        warn(f"schedule: measurements could not be kept in {path} ({error.strerror or error}). They last for this process only.")
+        return merge(NONE, new)
 
 
 def merge(first: Contents, second: Contents) -> Contents:
@@ -190,16 +218,7 @@ def replace(path: Path, found: dict[str, Any]) -> None:
     rows = ",\n  ".join(json.dumps(row, sort_keys=True) for row in found["measurements"])
     head = ",\n ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in found.items() if k != "measurements")
     text = "{" + head + ',\n "measurements": [' + (f"\n  {rows}\n " if rows else "") + "]}\n"
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    files.replace(path, text, keep_mode=False)  # a shared folder is shared: files of before 0.1 were their writer's alone
 
 
 def _limit_files(place: Path) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops_math import checks
-from ops_math.spec import DTYPE_OF, Call, Case, compute_dtype
+from ops_math.spec import DTYPE_OF, Call, Case, compute_dtype, dtype_name
 from ops_math.testing.budget import UNIT, Broken, Budget
-from ops_math.testing.inputs import Draw, Result, run
+from ops_math.testing.inputs import Draw, Result, is_floating, run
 from ops_math.testing.measure import SEEDS, nudged, widened
 
 HOSTILE_SIZES = (0, 1, 2, 31, 129, 1003)
@@ -267,6 +267,18 @@ class CallJudge:
     def verdict(self, seeds: Sequence[int] = SEEDS, op: Callable[..., Any] | None = None) -> list[Broken]:
         """Every limit that is passed on these seeds."""
         return [e for e in self.errors(seeds, op) if not e.value <= e.limit]
+
+
+def unheld_outputs(judge: CallJudge) -> tuple[str, ...]:
+    """The results that are no floating tensors, in words: a place and what is there."""
+    call = judge.call(SEEDS[0])
+    with torch.no_grad():
+        returned = judge.subject.op(*call.args, **call.kwargs)
+    values = returned if isinstance(returned, tuple | list) else (returned,)
+    kinds = (
+        (i, dtype_name(v.dtype) if isinstance(v, torch.Tensor) else type(v).__name__) for i, v in enumerate(values) if not is_floating(v)
+    )
+    return tuple(f"result {i} ({kind})" for i, kind in kinds)
 
 
 # An answer of these kinds is no refusal: it is a fault that happened to stop the call.

@@ -10,11 +10,26 @@ import torch
 from ops_math import checks
 from ops_math.spec import Case
 from ops_math.testing.faults import FAULTS, Fault, Trace
+from ops_math.testing.inputs import Draw
 from ops_math.testing.planting import number_faults, planted_in
 from ops_math.testing.probes import OF_EVERY_CASE, OF_PLAIN_CASES, Probe, Wrong, compiled, far_strides
 from ops_math.testing.report import Finding, Margin, Report, in_order, worst
 from ops_math.testing.shrink import Sought, shrink, snippet, text_of
-from ops_math.testing.subject import CRASHES, REFUSALS, TEMPERS, CallJudge, Posed, Subject, families, in_one_line, posed, unanswered
+from ops_math.testing.subject import (
+    CRASHES,
+    REFUSALS,
+    TEMPERS,
+    CallJudge,
+    Family,
+    Posed,
+    Subject,
+    as_call,
+    families,
+    in_one_line,
+    posed,
+    unanswered,
+    unheld_outputs,
+)
 
 DTYPES = ("fp32", "bf16", "fp16")
 TOUGH = tuple(temper for temper in TEMPERS if temper != "plain")
@@ -51,10 +66,17 @@ class _Session:
             self.skipped[f"{label}: {why}"] = None
             return None
         try:
-            return CallJudge(self.subject, one.case, dtype, self.device)
+            judge = CallJudge(self.subject, one.case, dtype, self.device)
+            unheld = unheld_outputs(judge) if one.is_plain else ()
         except (*CRASHES, *REFUSALS) as error:
             self.answered(error, one, dtype, label)
             return None
+        for output in unheld:
+            self.skipped[f"{output}: only floating results are held to the reference; compare this one yourself"] = None
+        if not judge.oracles[1].outputs:
+            self.skipped[f"{label}: the reference returns no floating tensor"] = None
+            return None
+        return judge
 
     def answered(self, error: BaseException, one: Posed, dtype: str, label: str) -> None:
         """An exception of the function: wrong on its author's own inputs and where it is a crash, else a refusal."""
@@ -152,14 +174,10 @@ def verify(
 
     Returns: a `Report`; `report.ok` says whether all is well, `report.require()` raises where it is not.
 
-    Raises: ArgumentError for dtypes or checks that there are not, for inputs of another kind, and for a class in place of a module.
+    Raises: ArgumentError for dtypes, checks or backends that there are not, for a frozen argument that no inputs have, for inputs of
+    another kind, and for a class in place of a module.
     """
-    for dtype in dtypes:
-        checks.one_of("verify", "dtypes", dtype, DTYPES)
-    for temper in tempers:
-        checks.one_of("verify", "tempers", temper, TOUGH)
-    for check in skip:
-        checks.one_of("verify", "skip", check, ("values", *OF_EVERY_CASE, *OF_PLAIN_CASES)[1:])
+    _check_choices(dtypes, tempers, skip, compile)
     if isinstance(op, type) and issubclass(op, torch.nn.Module):
         do = f"Make one: {op.__name__}(...)."
         checks.fail("verify", "op", "a function, or a module that is made", f"the class {op.__name__}", do)
@@ -167,6 +185,7 @@ def verify(
         if not callable(value):
             checks.fail("verify", argument, "a function of the inputs", type(value).__name__, "Pass what computes it.")
     made = families(inputs, frozen)
+    _check_frozen(frozen, made, device)
     session = _Session(Subject(op, reference, yardstick, name or _name_of(op)), device)
     own = ", ".join(n for n, p in op.named_parameters() if p.requires_grad) if isinstance(op, torch.nn.Module) else ""
     if own:
@@ -188,6 +207,34 @@ def verify(
     return Report(
         session.subject.name, "", device, tuple(dtypes), tried, margins, findings, tuple(caught.items()), tuple(alive), refused, skipped
     )  # fmt: skip
+
+
+def _check_choices(dtypes: Sequence[str], tempers: Sequence[str], skip: Sequence[str], backend: str) -> None:
+    for dtype in dtypes:
+        checks.one_of("verify", "dtypes", dtype, DTYPES)
+    for temper in tempers:
+        checks.one_of("verify", "tempers", temper, TOUGH)
+    for check in skip:
+        checks.one_of("verify", "skip", check, ("values", *OF_EVERY_CASE, *OF_PLAIN_CASES)[1:])
+    if backend:
+        checks.one_of("verify", "compile", backend, tuple(torch.compiler.list_backends(exclude_tags=())))
+
+
+def _check_frozen(frozen: Sequence[int | str], made: Sequence[Family], device: str) -> None:
+    """An argument that is to get no gradient must be there; inputs that cannot be made are no one's answer, and are told later."""
+    if not frozen:
+        return
+    there: dict[int | str, None] = {}
+    for family in made:
+        try:
+            call = as_call(family.case({}).case.make(Draw(1, family.dtypes[0], device)))
+        except (*CRASHES, *REFUSALS):
+            return
+        there.update(dict.fromkeys([*range(len(call.args)), *call.kwargs]))
+    for key in frozen:
+        if key not in there:
+            has = "The inputs have " + ", ".join(map(repr, there)) + "."
+            checks.fail("verify", "frozen", "positions and keywords of arguments", repr(key), has)
 
 
 def _name_of(op: Callable[..., Any]) -> str:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ops_math import checks
+from ops_math import checks, files
 from ops_math.cli.bench.spread import Comparison, compare
 from ops_math.schedule import store
 
 FORMAT = 1
+LARGEST = 1e12  # of ratios; what is further from one was written by hand, and its exponential may not be a number
 VERSIONS = ("torch", "triton", "python")
 FEWEST_SESSIONS = 3  # fewer do not show how much a row moves from session to session
 
@@ -65,44 +64,46 @@ def path_of(name: str, device: str) -> Path:
     return folder / "bench" / f"{name}-{slug}.json"
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A baseline's rows by name: each with `metrics` (ratios by session, by metric) and the facts of its run."""
+def read(path: Path, option: str = "--check") -> dict[str, Any]:
+    """A baseline's rows by name: each with `metrics` (ratios by session, by metric) and the facts of its run.
+
+    Raises: ArgumentError, naming the option that asked for it, for a file that is none.
+    """
+    save = "Save it anew, with --save NAME." if option == "--check" else "Move it away, or save under another name."
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         checks.fail("bench", "--check", "a baseline that was saved on this device", f"none at {path}", "Save one first, with --save NAME.")
-    except (OSError, ValueError) as error:
-        checks.fail("bench", "--check", "a baseline that can be read", f"{path}, {error}", "Save it anew, with --save NAME.")
+    except (OSError, ValueError, RecursionError) as error:
+        checks.fail("bench", option, "a baseline that can be read", f"{path}, {error}", save)
     rows = found.get("rows") if isinstance(found, dict) and found.get("format") == FORMAT else None
     if not isinstance(rows, dict) or not all(_is_row(row) for row in rows.values()):
-        checks.fail("bench", "--check", f"a baseline of format {FORMAT}", f"{path}, which is none", "Save it anew, with --save NAME.")
+        checks.fail("bench", option, f"a baseline of format {FORMAT}", f"{path}, which is none", save)
     return rows
 
 
 def _is_row(row: Any) -> bool:
     metrics = row.get("metrics") if isinstance(row, dict) else None
-    if not isinstance(metrics, dict) or not isinstance(row.get("facts"), dict) or not isinstance(row.get("op"), str):
+    if not isinstance(metrics, dict) or not isinstance(row.get("facts"), dict):
         return False
-    sessions = [session for runs in metrics.values() if isinstance(runs, list) for session in runs]
-    numbers = [number for session in sessions if isinstance(session, list) for number in session]
-    full = bool(sessions) and all(isinstance(session, list) and session for session in sessions)
-    return full and all(isinstance(n, int | float) and math.isfinite(n) and n > 0 for n in numbers)
+    if not isinstance(row.get("op"), str) or not isinstance(row.get("call"), str):
+        return False
+    return bool(metrics) and all(isinstance(runs, list) and runs and all(map(_is_session, runs)) for runs in metrics.values())
+
+
+def _is_session(found: Any) -> bool:
+    return isinstance(found, list) and bool(found) and all(_is_ratio(number) for number in found)
+
+
+def _is_ratio(number: Any) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and 1 / LARGEST < number < LARGEST
 
 
 def write(path: Path, rows: dict[str, Any]) -> None:
     """Keep rows under their names; rows of other operators in the file stay. The file is replaced in one step."""
-    kept = read(path) if path.exists() else {}
+    kept = read(path, "--save") if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({"format": FORMAT, "rows": kept | rows}, file, indent=1)
-            file.write("\n")
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    files.replace(path, json.dumps({"format": FORMAT, "rows": kept | rows}, indent=1) + "\n")
 
 
 def hold(before: dict[str, Any], now: dict[str, Any]) -> Verdict:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -11,12 +13,12 @@ import torch
 import typer
 from rich.console import Console
 
-from ops_math import checks
+from ops_math import checks, files
 from ops_math.cli.bench import baseline, calls, contenders, driver, liger, live, optimizer, rivals, show, steps
 from ops_math.cli.bench import floor as floors
 from ops_math.cli.bench.clock import clock_for
 from ops_math.cli.device import chosen as chosen_device
-from ops_math.cli.paths import folder_of, writable
+from ops_math.cli.paths import folder_of, writable, write_all
 from ops_math.cli.progress import telling
 from ops_math.spec import DTYPE_OF
 
@@ -222,21 +224,13 @@ def bench(
     found = (measure_step if function == STEP else measure_operators)(asked, facts, console)
     surroundings = {**facts, **live.surroundings(asked.device)}
     verdict = None if before is None else baseline.hold(before, found.kept)
-    drawn = show.picture(found.rows, f"{facts['device']}, torch {facts['torch']}, {facts['commit']}")
-    if kept_at is not None:
-        baseline.write(kept_at, found.kept)
-        picture = picture or kept_at.with_suffix(".svg")
-        console.print(f"saved {len(found.kept)} rows in {kept_at}", highlight=False, markup=False, soft_wrap=True)
-    if picture is not None:
-        picture.write_text(drawn)
-    if results is not None:
-        live.append(results, found.rows, asked.device)
     if as_json:
         sys.stdout.write(json.dumps(_plain(found, surroundings, verdict), indent=2) + "\n")
     else:
         _tell(found, surroundings, asked)
         if verdict is not None and check is not None:
             show.tell_verdict(Console(), verdict, baseline.path_of(check, facts["device"]))
+    _keep(found, facts, asked, kept_at, picture, results)
     if found.ours_failed or (verdict is not None and verdict.failed):
         raise typer.Exit(FAILED)
 
@@ -249,7 +243,29 @@ def _files(save: str | None, results: Path | None, picture: Path | None, device:
         return None
     path = baseline.path_of(save, device)
     folder_of("bench", "--save", path)
+    if path.exists():
+        baseline.read(path, "--save")  # its other rows stay, so it must be one
     return path
+
+
+def _keep(found: Found, facts: dict[str, Any], asked: Asked, kept_at: Path | None, picture: Path | None, results: Path | None) -> None:
+    """Write what was asked for, when all of it is on the screen."""
+    sys.stdout.flush()
+    writes: list[Callable[[], Any]] = []
+    if kept_at is not None:
+        writes.append(partial(_save, kept_at, found.kept))
+        picture = picture or kept_at.with_suffix(".svg")
+    if picture is not None:
+        drawn = show.picture(found.rows, f"{facts['device']}, torch {facts['torch']}, {facts['commit']}")
+        writes.append(partial(files.replace, picture, drawn))
+    if results is not None:
+        writes.append(partial(live.append, results, found.rows, asked.device))
+    write_all(writes)
+
+
+def _save(path: Path, rows: dict[str, Any]) -> None:
+    baseline.write(path, rows)
+    Console(stderr=True).print(f"saved {len(rows)} rows in {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _tell(found: Found, surroundings: dict[str, Any], asked: Asked) -> None:

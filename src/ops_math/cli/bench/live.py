@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ops_math import __version__, backends, settings
+from ops_math import __version__, backends, files, settings
 from ops_math.cli.bench.rivals import DISTRIBUTIONS, version
 from ops_math.schedule.identity import triton_version
 
@@ -95,6 +95,4 @@ def surroundings(device: torch.device) -> dict[str, str]:
 def append(path: Path, rows: list[dict[str, Any]], device: torch.device) -> None:
     """Append rows to a JSON-lines file, each with the facts of this run."""
     known = facts(device)
-    with path.open("a") as file:
-        for row in rows:
-            file.write(json.dumps({**row, **known}) + "\n")
+    files.append(path, "".join(json.dumps({**row, **known}) + "\n" for row in rows))

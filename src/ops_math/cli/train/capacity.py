@@ -14,7 +14,8 @@ from ops_math.cli.train.config import COMMAND, TrainConfig
 from ops_nn.models import build
 
 # fp32 weight and two AdamW moments stay; the gradient lives within a step.
-BYTES_KEPT, BYTES_GRADIENT = 12, 4
+BYTES_KEPT, BYTES_WEIGHT, BYTES_GRADIENT = 12, 4, 4
+MOST_TOKENS = 2**40  # in a step; shapes of more overflow
 # The inputs of matrix products, which every implementation keeps, are more than a quarter of what plain PyTorch keeps.
 SURELY_SAVED = 4
 ASKED = re.compile(r"Tried to allocate ([\d.]+ \w+)|tried to allocate (\d+) bytes")
@@ -31,14 +32,14 @@ class Need(NamedTuple):
         return self.fixed + self.per_sequence * batch
 
 
-def need(config: TrainConfig) -> Need:
+def need(config: TrainConfig, optimizer: bool = True) -> Need:
     """An estimate for plain PyTorch, from a forward that computes shapes only.
 
-    Weights and optimizer state of every run, one gradient, and what the forward saves for the backward together with two
-    fp32 copies of the logits.
+    Weights and optimizer state (unless there is none) of every run, one gradient, and what the forward saves for the backward together
+    with two fp32 copies of the logits.
     """
     parameters, saved = _shapes(config)
-    fixed = parameters * (BYTES_KEPT * len(config.variants) + BYTES_GRADIENT)
+    fixed = parameters * ((BYTES_KEPT if optimizer else BYTES_WEIGHT) * len(config.variants) + BYTES_GRADIENT)
     logits = 4 * config.seq * config.preset.config.vocab_size
     return Need(fixed, saved + 2 * logits)
 
@@ -82,7 +83,7 @@ def _lines(path: str) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def check(config: TrainConfig) -> None:
+def check(config: TrainConfig, command: str = COMMAND, optimizer: bool = True) -> None:
     """Refuse a run on the CPU that cannot fit: the system would kill it, or other programs, without a word.
 
     On a GPU the allocator raises in words, so the run may try. Alone, ops-math may save less than this estimate of plain
@@ -91,18 +92,20 @@ def check(config: TrainConfig) -> None:
     Raises:
         UnsupportedError: with what would be needed, what there is and what would fit.
     """
+    if config.tokens_per_step > MOST_TOKENS:
+        checks.refuse(f"{command}: a step of {config.tokens_per_step:,} tokens", "no memory holds it", "Give a smaller --batch or --seq")
     if config.torch_device.type != "cpu":
         return
-    needed, free = need(config), available(config.torch_device)
+    needed, free = need(config, optimizer), available(config.torch_device)
     least = needed.total(config.batch) if config.compare else needed.fixed + needed.per_sequence * config.batch // SURELY_SAVED
     if least > free:
-        refuse(config, needed, free, f"it needs about {gib(least)} and {gib(free)} are available")
+        refuse(config, needed, free, f"it needs about {gib(least)} and {gib(free)} are available", command)
 
 
-def refuse(config: TrainConfig, needed: Need, free: int, what: str) -> NoReturn:
+def refuse(config: TrainConfig, needed: Need, free: int, what: str, command: str = COMMAND) -> NoReturn:
     """Say what was asked for and what would fit."""
     checks.refuse(
-        f"{COMMAND}: out of memory for {config.model} with batches of {config.batch:,} x {config.seq:,}", what, advice(config, needed, free)
+        f"{command}: out of memory for {config.model} with batches of {config.batch:,} x {config.seq:,}", what, advice(config, needed, free)
     )
 
 
@@ -116,7 +119,7 @@ def advice(config: TrainConfig, needed: Need, free: int) -> str:
         return f"--no-compare --batch {min(config.batch, (free - alone) // needed.per_sequence)} would fit"
     short = int((free - alone) / needed.per_sequence * config.seq * 0.9)
     if short >= 16:
-        return f"--no-compare --batch 1 --seq {short} would fit"
+        return f"{'--no-compare ' if config.compare else ''}--batch 1 --seq {short} would fit"
     return "Choose a smaller model (`--model help` lists them)"
 
 
@@ -133,8 +136,7 @@ def explain(error: BaseException, config: TrainConfig, free_at_start: int) -> No
     """
     if not out_of_memory(error):
         return
-    found = ASKED.search(str(error))
-    asked = "an allocation failed" if found is None else f"an allocation of {found[1] or gib(int(found[2]))} failed"
+    asked = asked_for(error)
     needed = need(config)
     refuse(
         config,
@@ -142,6 +144,12 @@ def explain(error: BaseException, config: TrainConfig, free_at_start: int) -> No
         free_at_start,
         f"{asked}; the run needs about {gib(needed.total(config.batch))}, and {gib(free_at_start)} were available",
     )
+
+
+def asked_for(error: BaseException) -> str:
+    """What an allocator could not give, in words."""
+    found = ASKED.search(str(error))
+    return "an allocation failed" if found is None else f"an allocation of {found[1] or gib(int(found[2]))} failed"
 
 
 def gib(size: int) -> str:

@@ -9,9 +9,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ops_math import checks
 from ops_math.cli.train import checkpoint, job, report
 from ops_math.cli.train.config import cache_folder, resolve
 from ops_math.cli.train.display import Display, model_table, show_result
+from ops_math.cli.train.result import Result
 
 DEFAULT_REPORT = Path("ops-math-report")
 INTERRUPTED = 130
@@ -82,6 +84,13 @@ def train(
         typer.echo(json.dumps(report.to_json(outcome), indent=2))
     else:
         show_result(outcome, Console())
+    _end(outcome)
+
+
+def _end(outcome: Result) -> None:
+    """Say what could not be written, when all else is on the screen; the exit code of a run that was stopped."""
+    if outcome.unwritten:
+        raise checks.UnsupportedError("; ".join(outcome.unwritten))
     if outcome.stopped:
         raise typer.Exit(INTERRUPTED)
 

@@ -138,12 +138,17 @@ def _check(config: TrainConfig) -> None:
         checks.fail(COMMAND, "--seed", "between 0 and 2^63 - 1", str(config.seed), "Give another seed.")
     if not 0.0 < config.lr < float("inf"):
         checks.fail(COMMAND, "--lr", "a positive number", str(config.lr), f"{config.preset.learning_rate:g} suits {config.model}.")
-    longest = config.preset.max_seq
-    if longest is not None and config.seq > longest:
-        checks.fail(COMMAND, "--seq", f"at most {longest}, the positions that {config.model} has", str(config.seq), "Shorten it.")
+    check_length(COMMAND, config.model, config.seq)
     checks.one_of(COMMAND, "--dtype", config.dtype, tuple(DTYPES))
     checks.one_of(COMMAND, "--precision", config.precision, settings.PRECISIONS)
     chosen(COMMAND, config.device)
+
+
+def check_length(command: str, model: str, seq: int) -> None:
+    """Raise ArgumentError for a sequence that is longer than the model has positions for."""
+    longest = PRESETS[model].max_seq
+    if longest is not None and seq > longest:
+        checks.fail(command, "--seq", f"at most {longest}, the positions that {model} has", str(seq), "Shorten it.")
 
 
 def cache_folder(given: Path | None) -> Path:

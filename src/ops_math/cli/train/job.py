@@ -120,7 +120,9 @@ def _train(
     stopped = "" if training.step == config.steps else f"Stopped after step {training.step} of {config.steps}: --resume {folder} goes on."
     ran = operators.used()
     path = folder / FILE_NAME
-    training.save(path)
+    unwritten = _unwritten(lambda: training.save(path))
+    if unwritten and stopped:
+        stopped = f"Stopped after step {training.step} of {config.steps}."
     validation: dict[str, float] = {}
     noise: list[float] = []
     measured: dict[str, Measurement] = {}
@@ -132,9 +134,19 @@ def _train(
     else:
         histories = _release(training)
     outcome = _summarise(training, histories, stopped, validation, noise, measured, ran)
-    outcome = dataclasses.replace(outcome, report=str(folder / report.HTML_NAME), checkpoint=str(path))
-    report.write(folder, outcome)
-    return outcome
+    outcome = dataclasses.replace(outcome, checkpoint=None if unwritten else str(path), unwritten=unwritten)
+    written = dataclasses.replace(outcome, report=str(folder / report.HTML_NAME))
+    unwritten += _unwritten(lambda: report.write(folder, written))
+    return dataclasses.replace(outcome, unwritten=unwritten) if len(unwritten) > len(outcome.unwritten) else written
+
+
+def _unwritten(write: Callable[[], None]) -> tuple[str, ...]:
+    """Write something; what was found is worth more than a full disk, so a refusal is kept, in words, for the end."""
+    try:
+        write()
+    except checks.UnsupportedError as error:
+        return (str(error),)
+    return ()
 
 
 def _release(training: Session) -> dict[str, tuple[list[float], list[float]]]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup
 
-from ops_math import checks
+from ops_math import checks, files
 from ops_math.cli.train import charts, table
 from ops_math.cli.train.config import COMMAND, LABELS, OPS_MATH, PLAIN
 from ops_math.cli.train.result import Result
@@ -37,24 +35,12 @@ def write(folder: Path, result: Result) -> None:
         UnsupportedError: when they cannot be written.
     """
     try:
-        _replace(folder / JSON_NAME, json.dumps(to_json(result), indent=2) + "\n")
-        _replace(folder / HTML_NAME, to_html(result))
+        files.replace(folder / JSON_NAME, json.dumps(to_json(result), indent=2) + "\n")
+        files.replace(folder / HTML_NAME, to_html(result))
     except OSError as error:
         checks.refuse(
             f"{COMMAND}: the report in {folder}", f"it cannot be written ({error.strerror})", "Free space or choose another --report folder"
         )
-
-
-def _replace(path: Path, text: str) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def to_json(result: Result) -> dict[str, Any]:

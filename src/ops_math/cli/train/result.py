@@ -83,6 +83,7 @@ class Result:
         adopted: what was put into the model, in words.
         report: where the report is, or None.
         checkpoint: where the checkpoint is, or None.
+        unwritten: of report and checkpoint, why one could not be written, in words.
     """
 
     config: TrainConfig
@@ -99,6 +100,7 @@ class Result:
     adopted: list[str]
     report: str | None = None
     checkpoint: str | None = None
+    unwritten: tuple[str, ...] = ()
 
     def variant(self, name: str) -> VariantResult | None:
         """One variant that ran, or None."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import filelock
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ops_math import checks
+from ops_math import checks, files
 from ops_math.cli.train.config import COMMAND
 
 END, MASK, PAD = "<|end|>", "<|mask|>", "<|pad|>"
@@ -45,7 +43,7 @@ def train_or_load(texts: list[str], vocab_size: int, folder: Path) -> Tokenizer:
             if path.exists() and (cached := _read(path)) is not None:
                 return cached
             trained = train(texts, size)
-            _write(path, trained.to_str())
+            files.replace(path, trained.to_str())
             return trained
     except OSError as error:
         checks.refuse(f"{COMMAND}: the cache folder {folder}", f"it cannot be written ({error.strerror})", "Name another with --cache")
@@ -103,15 +101,3 @@ def _read(path: Path) -> Tokenizer | None:
             raise
         return None
     return cached if all(cached.token_to_id(token) is not None for token in SPECIAL) else None
-
-
-def _write(path: Path, text: str) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

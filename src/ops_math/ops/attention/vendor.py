@@ -27,6 +27,7 @@ ATEN = {
     "flash_cpu_wide": "_scaled_dot_product_flash_attention_for_cpu",  # the backward of 16-bit tensors, on copies of them in fp32
 }
 ALIGNMENT = 16  # bytes
+UNFIT = "an operand of attention", "its last dimension has a stride, or its memory starts off the kernels' grid"
 LSE_ALIGNMENT = 32  # the memory-efficient kernel pads rows of lse to this
 # [TFLOP/s] forward and backward, H200, bf16, torch 2.11, 2026-11-29: D 128 S 4096 and D 64 S 2048, causal, 32 heads on 8 keys.
 RATES = {
@@ -195,15 +196,17 @@ def collected(p: AttentionProblem, grads: Any, q: torch.Tensor, k: torch.Tensor,
 
 def heads_first(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """[B, H, S, D] as views; a copy only where the last dimension has a stride, or where a base is not aligned as the kernels assume."""
-    return tuple(
-        (x if x.stride(-1) == 1 and x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)).transpose(1, 2)
-        for x in tensors
-    )
+    return tuple((x if x.stride(-1) == 1 and x.data_ptr() % ALIGNMENT == 0 else _moved(x)).transpose(1, 2) for x in tensors)
+
+
+def _moved(x: torch.Tensor) -> torch.Tensor:
+    return copied(x.clone(memory_format=torch.contiguous_format), *UNFIT)
 
 
 def lse_out(lse: torch.Tensor, p: AttentionProblem) -> torch.Tensor:
     """lse [B, H, S] dense: padding cut off, a last dimension of one dropped."""
-    return (lse[..., 0] if lse.dim() == 4 else lse)[:, :, : p.q_len].contiguous()
+    sums = (lse[..., 0] if lse.dim() == 4 else lse)[:, :, : p.q_len]
+    return dense(sums, "attention's sums", "PyTorch's kernel wrote them in other strides")
 
 
 def _philox(q: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from ops_math import features
+from ops_math.layout import dense
 from ops_math.ops.attention import eager
 from ops_math.ops.attention.problem import AttentionProblem, gradients
 
+WHY = "an operand of attention", "its last dimension has a stride"
 NO_MASKS: Any = (None,) * 5
 NAME = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -37,7 +39,7 @@ def _other_corner(one: AttentionProblem) -> bool:
 
 def _heads_first(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """[S, H, D] as [1, H, S, D]; a copy where the last dimension has a stride, which the kernel does not look at."""
-    return tuple((t if t.stride(-1) == 1 else t.contiguous()).unsqueeze(0).transpose(1, 2) for t in tensors)
+    return tuple((t if t.stride(-1) == 1 else dense(t, *WHY)).unsqueeze(0).transpose(1, 2) for t in tensors)
 
 
 def launch_fwd(

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ops_math import features
 from ops_math.backends.launch import launch
-from ops_math.layout import as_rows
+from ops_math.layout import as_rows, copied, dense
 from ops_math.ops._tiles.class_target import read_target, reference_of, row_results
 from ops_math.ops._tiles.log_sum_exp import lane_finish, soft_capped, tanh
 from ops_math.ops.cross_entropy import triton_gpu as kernels
@@ -190,11 +190,11 @@ class _Layer:
 
     def _padded(self, t: torch.Tensor) -> torch.Tensor:
         if t.shape[0] == self.width:
-            return t.to(self.store).contiguous()
+            return dense(t.to(self.store), "weight of a loss", "the products read it without gaps")
         made = torch.empty((self.width, *t.shape[1:]), dtype=self.store, device=t.device)
         made[: t.shape[0]].copy_(t)
         made[t.shape[0] :].zero_()
-        return made
+        return copied(made, "weight of a loss", "padded to whole tiles of classes")
 
     def logits(self, x: torch.Tensor, first: int, stop: int, out: torch.Tensor) -> torch.Tensor:
         """x weight^T + bias of the classes first to stop."""
@@ -282,7 +282,8 @@ def _scaled(wide: torch.Tensor, factor: torch.Tensor, *, out: torch.Tensor) -> t
     """out = wide * factor, rounded once; out contiguous. PyTorch's product into another dtype takes three times as long as memory
     would (H200: 1.31 ms for both gradients of [16384, 2048] x [128256, 2048] to bf16)."""
     num_values = wide.numel()
-    launch(_scale_kernel, (cdiv(num_values, SCALED),), wide.contiguous(), factor, out, num_values, BLOCK=SCALED, num_warps=8)
+    wide = dense(wide, "gradient of a loss", "it is scaled without regard to rows")
+    launch(_scale_kernel, (cdiv(num_values, SCALED),), wide, factor, out, num_values, BLOCK=SCALED, num_warps=8)
     return out
 
 

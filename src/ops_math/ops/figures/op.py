@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ops_math import checks
+from ops_math.layout import dense
 from ops_math.ops.figures import eager
 from ops_math.ops.figures.problem import COUNTED, LENGTH, LENGTH_FACTORS, signed
 
@@ -176,4 +177,4 @@ def _flat(tensor: Tensor) -> Tensor:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
-    return tensor.contiguous().view(-1)
+    return dense(tensor, "a tensor of a trace", "its figures are taken of elements side by side").view(-1)

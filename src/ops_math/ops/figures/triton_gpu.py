@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ops_math.backends.launch import ALIGNMENT, launch
+from ops_math.layout import copied
 from ops_math.ops.figures import problem
 from ops_math.ops.figures.problem import CHUNK_BYTES, HASH_AT, LENGTH, block_signs, factors
 
@@ -395,7 +396,8 @@ class Rows:
             if self.device.type == "cuda":
                 stream = torch.cuda.current_stream(self.device)
                 self.streams[stream.cuda_stream] = stream
-            flat = [t if t.data_ptr() % ALIGNMENT == 0 else t.detach().clone() for t in tensors]
+            why = "a tensor of a trace", f"its memory starts off the grid of {ALIGNMENT} bytes"
+            flat = [t if t.data_ptr() % ALIGNMENT == 0 else copied(t.detach().clone(), *why) for t in tensors]
             if len(flat) == 1 and flat[0].dtype in KINDS:  # as hooks give them, one by one
                 [part] = self._launch(flat, KINDS[flat[0].dtype], sketch)
                 self.ranges.append(_Range(*part, *part))

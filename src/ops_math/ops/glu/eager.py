@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ops_math import features
+from ops_math.layout import dense, reshaped
 from ops_math.ops.glu.problem import GluProblem, cost
 from ops_math.spec import DTYPE_OF, Device, compute_dtype
 
 CACHE = 3 << 19  # bytes of all wide copies in a chunk [B], a thread: three quarters of a 2 MiB cache
+WHY = "columns of an activation", "PyTorch's activations are slow on strided columns"
 APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
@@ -61,7 +63,7 @@ def chunks(rows: int, cols: int, tensors: Sequence[torch.Tensor], flat: bool = T
         return iter((tuple(tensors),))
     if flat and all(t.is_contiguous() for t in tensors):
         return zip(*(t.view(-1).split(size) for t in tensors), strict=True)
-    return zip(*(t.reshape(rows, cols).split(max(1, size // cols)) for t in tensors), strict=True)
+    return zip(*(reshaped(t, (rows, cols), *WHY).split(max(1, size // cols)) for t in tensors), strict=True)
 
 
 def target(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -71,7 +73,7 @@ def target(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def wide(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The values in the dtype of arithmetic, side by side: PyTorch's activations are scalar code on strided columns."""
-    return t.to(dtype) if t.stride(-1) == 1 else t.to(dtype).contiguous()
+    return t.to(dtype) if t.stride(-1) == 1 else dense(t.to(dtype), *WHY)
 
 
 def store(t: torch.Tensor | None, made: torch.Tensor | None) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ops_math.ops.glu.eager import activate, chunks, differentiate, store, target, whole, wide
+from ops_math.layout import reshaped
+from ops_math.ops.glu.eager import WHY, activate, chunks, differentiate, store, target, whole, wide
 from ops_math.ops.glu.problem_gelu import GeluProblem, cost
 from ops_math.spec import DTYPE_OF, Device, compute_dtype
 
@@ -30,7 +31,7 @@ def _pieces(
     p: GeluProblem, bias: torch.Tensor | None, dtype: torch.dtype, tensors: list[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """The tensors as matrices: whole, or in chunks where they must be converted."""
-    rows = [t.reshape(p.rows, p.cols) for t in tensors]
+    rows = [reshaped(t, (p.rows, p.cols), *WHY) for t in tensors]
     if whole(dtype, rows):
         return iter((tuple(rows),))
     return chunks(p.rows, p.cols, rows, flat=bias is None)

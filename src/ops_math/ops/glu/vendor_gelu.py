@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from ops_math import features
+from ops_math.layout import dense
 from ops_math.ops.glu.problem_gelu import GeluProblem
 from ops_math.spec import Device
 
 KINDS = ("cpu", "cuda", "hip")
+WHY = "rows of GELU", "its result lies dense, and PyTorch's lies as its input does"
 
 
 def supports(p: GeluProblem, device: Device, phase: str) -> str | None:
@@ -26,12 +28,12 @@ def supports(p: GeluProblem, device: Device, phase: str) -> str | None:
 
 def launch_fwd(p: GeluProblem, config: None, x: torch.Tensor, bias: None) -> torch.Tensor:
     """y, contiguous."""
-    return torch.nn.functional.gelu(x.contiguous(), approximate=p.approximate)
+    return torch.nn.functional.gelu(dense(x, *WHY), approximate=p.approximate)
 
 
 def launch_bwd(
     p: GeluProblem, config: None, dy: torch.Tensor, x: torch.Tensor, bias: None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dx, contiguous, and two empty tensors."""
-    dx = features.aten("gelu_backward")(dy.contiguous(), x.contiguous(), approximate=p.approximate)
+    dx = features.aten("gelu_backward")(dense(dy, *WHY), dense(x, *WHY), approximate=p.approximate)
     return dx, x.new_empty(0), dy.new_empty(0)

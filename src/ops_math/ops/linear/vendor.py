@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ops_math import features
-from ops_math.layout import as_rows
+from ops_math.layout import as_rows, dense, reshaped
 from ops_math.ops.linear.problem import LinearProblem
 from ops_math.spec import DTYPE_OF, Device
 
@@ -25,7 +25,11 @@ def supports(p: LinearProblem, device: Device, phase: str) -> str | None:
 def launch_fwd(p: LinearProblem, config: None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """y [..., N]."""
     store = DTYPE_OF[p.store]
-    return F.linear(x.to(store), weight.to(store), None if bias is None else bias.to(store)).contiguous()
+    flat = x if x.dim() == 2 or x.is_contiguous() else reshaped(x, (-1, x.shape[-1]), "rows of linear's input", "its strides make no rows")
+    made = F.linear(flat.to(store), weight.to(store), None if bias is None else bias.to(store))
+    return dense(
+        made if flat is x else made.view(*x.shape[:-1], p.outputs), "result of linear", "PyTorch's product wrote it in other strides"
+    )
 
 
 def launch_bwd(

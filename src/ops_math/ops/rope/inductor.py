@@ -45,7 +45,7 @@ def _turn(p: RopeProblem, back: bool, cos: torch.Tensor, sin: torch.Tensor, *hea
 def _launch(
     p: RopeProblem, back: bool, x: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
 ) -> Sequence[torch.Tensor]:
-    tables = [(t[: p.seq] if t.dim() == 2 else t).contiguous() for t in (cos, sin)]
+    tables = [dense(t[: p.seq] if t.dim() == 2 else t, "tables of rope", WHY[1]) for t in (cos, sin)]
     heads = [dense(t, *WHY) for t in (x, k) if t is not None]
     tensors = [*tables, *heads]
     lengths = [tuple(range(t.dim() - 1)) for t in tables] + [(0, 1)] * len(heads)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ops_math.backends.launch import launch
+from ops_math.layout import dense
 from ops_math.ops._tiles.rotary import turn
 from ops_math.ops.rope.problem import RopeProblem
 from ops_math.spec import DTYPE_OF, Device, cdiv, next_power_of_2
@@ -194,14 +195,14 @@ def _pairs_kernel(
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
     """`x` with its last dimension dense."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else dense(x, "an input of rope", "its last dimension has a stride")
 
 
 def _tables(p: RopeProblem, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Both tables with the same strides, and those of a sequence and a row."""
     cos, sin = _unit(cos), _unit(sin)
     if cos.stride() != sin.stride():
-        cos, sin = cos.contiguous(), sin.contiguous()
+        cos, sin = (dense(t, "tables of rope", "cosines and sines have different strides") for t in (cos, sin))
     return cos, sin, cos.stride(0) if p.table_batch > 1 else 0, cos.stride(-2)
 
 
