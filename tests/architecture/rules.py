@@ -281,6 +281,8 @@ BARE_COPIES: dict[tuple[str, str], str] = {
     ("ops_math/ops/figures/eager.py", "torch.block_diag(*signs.view(PARTS, 1, -1).unbind()).contiguous()"): "a constant",
     ("ops_math/ops/figures/eager.py", "some.contiguous()"): "a constant",
     ("ops_math/ops/figures/op.py", "rows[:, -2:].contiguous()"): "two numbers a tensor",
+    ("ops_math/ops/figures/triton_gpu.py", "gather[:, 2].clone()"): "a table of places",
+    ("ops_math/ops/figures/triton_gpu.py", "t[::step].contiguous()"): "those numbers of many that are read",
     ("ops_math/ops/glu/triton_gpu_gelu.py", "bias.contiguous()"): PARAMETER,
     ("ops_math/ops/layer_norm/triton_gpu.py", "t.contiguous()"): PARAMETER,
     (
