@@ -2,6 +2,7 @@
 
     python benchmarks/curves.py --model llama-1b --variants packed+adamw --results benchmarks/results/h200.jsonl
     python benchmarks/curves.py --model bert-large --variants ops,packed+graphed --results benchmarks/results/h200.jsonl
+    python benchmarks/curves.py --model bert-large --variants ops --no-dropout      # without the masks' noise
     python benchmarks/curves.py --model llama-1b --planted 1.01      # and whether gradients that are 1 % wrong would be seen
     python benchmarks/curves.py --model llama-tiny --batch 2 --seq 64 --steps 60      # on a CPU; also bert-tiny
 
@@ -22,12 +23,10 @@ import torch
 from benchmarks import rows
 from ops_math.checks import ArgumentError
 from ops_math.cli.bench import curves, text
-from ops_math.cli.bench.contenders import HOW
+from ops_math.cli.bench.contenders import HOW, PLAIN
 from ops_math.cli.bench.curves import SETUPS, Asked, Curve
 from ops_math.spec import DTYPE_OF
 from ops_nn.models import PRESETS
-
-PLANTED = "gradients times"
 
 
 def asked_for() -> tuple[Asked, str | None]:
@@ -42,13 +41,15 @@ def asked_for() -> tuple[Asked, str | None]:
     parser.add_argument("--runs", type=int, default=curves.RUNS, help="of plain PyTorch beyond the first, at least 2")
     parser.add_argument("--lr", type=float, help="peak learning rate, by default the preset's")
     parser.add_argument("--planted", type=float, metavar="FACTOR", help="one more plain run, input gradients of branches times FACTOR")
+    parser.add_argument("--no-dropout", action="store_true", help="plain runs then differ by weights moved by one ulp")
     parser.add_argument("--results")
     given = parser.parse_args()
     setup = SETUPS[given.model]
     changed = {"batch": given.batch, "seq": given.seq, "dtype": DTYPE_OF[given.dtype] if given.dtype else None}
     setup = setup._replace(**{name: value for name, value in changed.items() if value is not None})
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    asked = Asked(given.model, setup, tuple(given.variants.split(",")), device, given.steps, given.runs, given.lr, given.planted)
+    variants, dropout = tuple(given.variants.split(",")), not given.no_dropout
+    asked = Asked(given.model, setup, variants, device, given.steps, given.runs, given.lr, given.planted, dropout)
     try:
         curves.check(asked)
     except ArgumentError as error:
@@ -60,6 +61,7 @@ def facts(asked: Asked, tokens: text.Tokens) -> dict[str, Any]:
     """What every row says of the setup."""
     dtype = str(asked.setup.dtype).removeprefix("torch.")
     shape = {"model": asked.model, "batch": asked.setup.batch, "seq": asked.setup.seq, "dtype": dtype, "autocast": asked.setup.autocast}
+    shape["dropout"] = asked.dropout
     return shape | {"steps": asked.steps, "lr": asked.lr, "text": text.SOURCE, "text_tokens": len(tokens.ids), "text_hash": tokens.digest}
 
 
@@ -71,15 +73,21 @@ def describe(curve: Curve) -> str:
 
 def judge(asked: Asked, found: list[Curve]) -> tuple[list[dict[str, Any]], bool]:
     """A row for each verdict, printed too, and whether all variants coincide."""
-    planted = [curve for curve in found if curve.run.startswith(PLANTED)]
-    plain = [curve for curve in found if curve.variant == "plain" and curve not in planted]
+    planted = [curve for curve in found if curve.run.startswith(curves.PLANTED)]
+    plain = [curve for curve in found if curve.variant == PLAIN and curve not in planted]
     judged, fine = [], True
     for curve in [curve for curve in found if curve not in plain]:
         verdict = curves.verdict(plain, curve)
         fine &= verdict.coincides or curve in planted
         print(f"{asked.model} {curve.name} {verdict}; last window {curve.means(curves.WINDOW)[-1]:.4f}", flush=True)
         row = {"benchmark": "curve verdict", "variant": curve.variant, "run": curve.run, **verdict._asdict()}
-        row |= {"factor": curves.FACTOR, "plain_runs": len(plain), "window": curves.WINDOW, "coincides": verdict.coincides}
+        row |= {
+            "factor": curves.FACTOR,
+            "plain_runs": len(plain),
+            "noise": asked.noise,
+            "window": curves.WINDOW,
+            "coincides": verdict.coincides,
+        }
         judged.append(row | {"final_loss": curve.means(curves.WINDOW)[-1], "plain_final": [p.means(curves.WINDOW)[-1] for p in plain]})
     return judged, fine
 

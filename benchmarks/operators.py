@@ -1,6 +1,7 @@
 """Every operator against plain PyTorch and its rivals on one GPU, forward and backward: `ops-math bench` from a clone, with torch alone.
 
     python benchmarks/operators.py [OP ...] [--compile] [--vs liger,quack,fa4] [--random 20] [--results benchmarks/results/h200.jsonl]
+    python benchmarks/operators.py --first --compile ours      # are compiled calls slower than eager ones? two minutes
 
 Every implementation of ours is timed beside the scheduler's choice. Kernel time comes from the profiler, so that host gaps do not count;
 host time stands beside it. Rates are the least traffic (`cost()` of the problem) over kernel time; `share` is that rate over the rate of a
@@ -31,22 +32,23 @@ def describe(row: dict[str, Any]) -> str:
 
 def plans(arguments: argparse.Namespace, device: torch.device) -> list[driver.Plan]:
     """The calls to measure."""
-    names = rivals.asked(",".join([rivals.EACH, *(["compile"] if arguments.compile else []), arguments.vs]))
+    each = [] if arguments.first else [rivals.EACH]
+    names = rivals.asked(",".join([*each, *(["compile"] if arguments.compile == "all" else []), arguments.vs]))
     found = []
     for function in arguments.ops or [*calls.CALLS, optimizer.NAME]:
         if function == optimizer.NAME:
-            wanted = () if arguments.random else optimizer.SHAPES
+            wanted = () if arguments.random or arguments.first else optimizer.SHAPES  # it is not compiled, and has no other choice
             found += [driver.Plan(function, shape, {}, "bf16", device, names) for shape in wanted]
             found += [driver.Plan(function, shape, {}, "fp32", device, names) for shape in wanted]
             continue
         entry = calls.CALLS[function]
-        shapes = entry.shapes
+        shapes = entry.shapes[:1] if arguments.first else entry.shapes
         if arguments.random:
             if not entry.takes_rows:
                 continue
             most = driver.most_numbers(device, "bf16")
             shapes = tuple((shape, {}) for shape in calls.random_shapes(function, arguments.random, arguments.seed, most))
-        found += [driver.Plan(function, shape, words, "bf16", device, names, arguments.compile) for shape, words in shapes]
+        found += [driver.Plan(function, shape, words, "bf16", device, names, bool(arguments.compile)) for shape, words in shapes]
     return found
 
 
@@ -54,7 +56,10 @@ def main() -> None:
     """Measure and print one line a row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ops", nargs="*", choices=[[], *calls.CALLS, optimizer.NAME], metavar="OP")
-    parser.add_argument("--compile", action="store_true", help="torch.compile of plain PyTorch, and of ours")
+    parser.add_argument(
+        "--compile", nargs="?", const="all", choices=["all", "ours"], help="torch.compile of plain PyTorch and ours, or ours"
+    )
+    parser.add_argument("--first", action="store_true", help="the first standard shape of each alone, and the scheduler's choice alone")
     parser.add_argument("--vs", default="", help="liger, quack, fa4")
     parser.add_argument("--random", type=int, default=0, help="this many random shapes instead of the standard ones")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,6 +1,8 @@
 """Host time [us] of the GPU's way through the library, on a machine without a GPU, layer by layer.
 
-    PYTHONPATH=src:. python tools/host_path.py [calls] [bert] [model] [forward] [backward]   (the last two: profiles of a model)
+    PYTHONPATH=src:. python tools/host_path.py [calls] [bert] [model] [forward] [backward] [driver]
+
+`forward` and `backward` are profiles of a model. With `driver`, Triton's own launcher runs too, as far as the driver's call.
 
 Tensors are small and on the CPU. Triton compiles for an H200 that is not there and its launcher computes nothing, so that what is left is
 what the host does for a call: public function, autograd, dispatcher, choice, allocations, the key of the launch. Figures are not a GPU's:
@@ -12,13 +14,17 @@ from __future__ import annotations
 import cProfile
 import pstats
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import stub_driver
 import torch
 import torch.nn.functional as F
+from triton.runtime.driver import driver
 
 import ops_math as om
 from ops_math import backends, catalog, features
@@ -87,7 +93,7 @@ class _Seen:
 
 
 def layers(name: str, operator: str, call: Callable[[], Any], which: str = "fwd") -> None:
-    """A call by its layers, each measured alone with all that is below it: what is named is the difference to the one below."""
+    """A call, what is above the entrance of its operator, and the ways below it, each measured alone with all that it does."""
     op = catalog.operators()[operator]
     phase, implementation = op.phases[which], op.implementations()[0]
     module = implementation.module
@@ -102,16 +108,11 @@ def layers(name: str, operator: str, call: Callable[[], Any], which: str = "fwd"
         op.forget()
     args, launched = problems.calls[0][0], launchers.calls[0][0]
     enter = getattr(op, which)
-    total, entered, below = cost(call), cost(lambda: enter(*args)), cost(lambda: phase.run(*phase.signature(args), args))
-    alone = cost(lambda: launchers.function(*launched))
+    total, entered = cost(call), cost(lambda: enter(*args))
+    ways = {"above": total - entered, "short way": entered, "by the dictionary": cost(lambda: phase.run(*phase.signature(args), args))}
+    ways |= {"launcher": cost(lambda: launchers.function(*launched)), "by the dispatcher": cost(lambda: phase.overload(*args))}
     kernels = sum(cost(lambda a=a, k=k: launching.launch(*a, **k)) for a, k in starts.calls)
-    parts = {"above": total - entered, "entrance": entered - below, "choice": below - alone, "launcher": alone - kernels}
-    show(
-        name,
-        total,
-        ", ".join(f"{k} {v:.1f}" for k, v in parts.items())
-        + f", {len(starts.calls)} launches {kernels:.1f}; by the dispatcher {cost(lambda: phase.overload(*args)) - entered:+.1f}",
-    )
+    show(name, total, ", ".join(f"{k} {v:.1f}" for k, v in ways.items()) + f"; {len(starts.calls)} launches {kernels:.1f}")
 
 
 def both(name: str, call: Callable[[], torch.Tensor]) -> None:
@@ -214,9 +215,13 @@ def bert() -> None:
 
 def main() -> None:
     """Run what was asked for."""
-    asked = sys.argv[1:] or ["calls", "bert", "model"]
+    asked = sys.argv[1:]
     torch.set_num_threads(1)
-    with pretended():
+    with tempfile.TemporaryDirectory() as folder, pretended():
+        if "driver" in asked:
+            stub_driver.install(Path(folder))
+            stub_driver.launcher(driver.active)
+        asked = [part for part in asked if part != "driver"] or ["calls", "bert", "model"]
         if "calls" in asked:
             calls()
         if "bert" in asked:

@@ -21,16 +21,18 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     The backward takes the dtypes of its forward, whether autocast is on where it runs or not.
     """
     guarded = torch.autograd.function.once_differentiable(backward)
+    is_compiling, any_autocast, recording = torch.compiler.is_compiling, features.any_autocast, torch.is_grad_enabled
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
-        kind = next((g.device.type for g in grads if g is not None), None) if features.any_autocast() else None
-        if kind is not None and features.autocasts(kind):
-            with torch.autocast(kind, enabled=False):
-                return run(ctx, *grads)
-        if torch.is_grad_enabled():
+        if is_compiling():
+            return guarded(ctx, *grads) if recording() else backward(ctx, *grads)
+        if any_autocast():
+            kind = next((g.device.type for g in grads if g is not None), None)
+            if kind is not None and features.autocasts(kind):
+                with torch.autocast(kind, enabled=False):
+                    return run(ctx, *grads)
+        if recording():
             return guarded(ctx, *[_learned(g) for g in grads])
         return backward(ctx, *grads)
 

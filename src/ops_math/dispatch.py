@@ -20,10 +20,12 @@ import torch
 from ops_math import backends, checks, features, schedule, settings
 from ops_math.backends import launch as launching
 from ops_math.backends import plan as planning
+from ops_math.backends import short as shortening
 from ops_math.backward import once_differentiable
 from ops_math.schedule.levels import NOTHING_STATED, Levels, chosen_for
 from ops_math.spec import Implementation, dtype_name
 from ops_math.stats import counter as counter_for
+from ops_math.usual import apply, needs_grad, refuse_vmap, store_dtype
 
 _LIBRARY = torch.library.Library("ops_math", "DEF")
 features.tag_compile_cache("ops_math", Path(__file__).parent)  # compiled code knows operators by name only: a new backward needs a new key
@@ -31,6 +33,8 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _PHASES: dict[str, _Phase] = {}
 _MEMO_LIMIT = 4096  # choices kept an operator and phase; a run with ever new shapes starts over instead of growing
 RECORD_AT = 16  # calls until one is written down, which takes 250 us and saves 10 to 20 a call: lengths that never return cost nothing
+_SHORT = 4  # signatures of an operator and phase that are tried one after the other: a model has few at a time
+_SHORTEN_EVERY = 64  # calls by the dictionary until one is put in front again: what is made for it costs 200 us
 _deterministic = torch.are_deterministic_algorithms_enabled
 _matmul_precision = torch.get_float32_matmul_precision
 _ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -41,13 +45,14 @@ class _Known:
     """What is remembered of a call: its choice and problem, and after `RECORD_AT` such calls a plan of what the launcher does, if it
     has one."""
 
-    __slots__ = ("calls", "config", "counter", "index", "launcher", "num_bytes", "play", "problem", "why")
+    __slots__ = ("calls", "config", "counter", "index", "launcher", "num_bytes", "plan", "play", "played", "problem", "why")
 
     def __init__(self, chosen: Any, problem: Any, device: torch.device) -> None:
         self.launcher, self.config, self.counter, self.num_bytes = chosen
         self.problem = problem
         self.index = device.index if device.type == "cuda" else None
-        self.calls, self.why = 0, ""
+        self.calls, self.played, self.why = 0, 0, ""
+        self.plan: Any = None
         self.play: Any = None
 
     def run(self, tensors: Sequence[Any]) -> Any:
@@ -58,21 +63,22 @@ class _Known:
         if not features.quiet() or not planning.distinct(tensors):
             self.calls -= 1  # another call may be one that nobody watches, or show which is which
             return self.launcher(self.problem, self.config, *tensors)
-        out, plan, self.why = planning.record(lambda: self.launcher(self.problem, self.config, *tensors), tensors)
-        self.play = None if plan is None else planning.compiled(plan)
+        out, self.plan, self.why = planning.record(lambda: self.launcher(self.problem, self.config, *tensors), tensors)
+        self.play = None if self.plan is None else planning.compiled(self.plan)
         return out
 
 
 class _Phase:
     """One of the two dispatcher operators: builds the problem, finds the choice, launches."""
 
-    __slots__ = ("kinds", "memo", "name", "num_tensors", "operator", "overload", "problem_of")
+    __slots__ = ("kinds", "memo", "name", "num_tensors", "operator", "overload", "problem_of", "short")
 
     def __init__(self, operator: Operator, name: str, schema: str, problem_of: Callable[..., Any]) -> None:
         self.operator, self.name, self.problem_of = operator, name, problem_of
         self.num_tensors = count_tensors(schema)
         self.kinds = scalar_kinds(schema)
         self.memo: dict[Any, Any] = {}
+        self.short: tuple[Callable[..., Any], ...] = ()  # ways of the latest signatures; replaced, never changed, since threads read it
         self.overload: Any = None
 
     def __call__(self, *args: Any) -> Any:
@@ -152,17 +158,39 @@ class _Phase:
     def keep(self, key: Any, found: Any) -> None:
         """Remember an answer, within a bound."""
         if len(self.memo) >= _MEMO_LIMIT:
-            self.memo.clear()
+            self.forget()
         self.memo[key] = found
+
+    def shorten(self, known: _Known, addresses: list[Any], args: tuple[Any, ...]) -> None:
+        """A signature with a plan came by the dictionary, for the first time or again and again: from here on it is tried first."""
+        known.played += 1
+        tensors, own = args[: self.num_tensors], addresses[: self.num_tensors]
+        if known.played % _SHORTEN_EVERY != 1 or not any(own) or any(a and a & _LOW for a in own):
+            return
+        made = shortening.straight(known.plan, tensors, args[self.num_tensors :], known)
+        if made is not None:
+            self.short = (made, *self.short[: _SHORT - 1])
+
+    def forget(self) -> None:
+        """Drop all answers and what was made of them."""
+        self.memo.clear()
+        self.short = ()
 
 
 def _entrance(phase: _Phase, writes: bool = False) -> Callable[..., Any]:
     """How our own code calls an operator: through PyTorch's dispatcher wherever that has something to do or somebody looks at it, else
     straight to what it would find."""
     overload, count, kinds, memo = phase.overload, phase.num_tensors, phase.kinds, phase.memo
-    is_compiling, quiet = torch.compiler.is_compiling, features.quiet
+    is_compiling, quiet, function_modes, profiled = torch.compiler.is_compiling, features.quiet, features.function_modes, features.profiled
 
     def enter(*args: Any) -> Any:
+        if not (is_compiling() or function_modes() or profiled()):
+            for short in phase.short:
+                out = short(*args)
+                if out is not None:
+                    if writes:
+                        _written(args[0])
+                    return out
         if is_compiling() or not quiet() or tuple(map(type, args[count:])) not in kinds:
             return overload(*args)
         found = phase.signature(args)
@@ -170,7 +198,12 @@ def _entrance(phase: _Phase, writes: bool = False) -> Callable[..., Any]:
             return overload(*args)
         key, addresses = found
         known = memo.get(key)
-        out = phase.run(key, addresses, args) if known is None else phase.launch(known, addresses, args)
+        if known is None:
+            out = phase.run(key, addresses, args)
+        else:
+            out = phase.launch(known, addresses, args)
+            if known.play is not None:
+                phase.shorten(known, addresses, args)
         if writes:
             _written(args[0])
         return out
@@ -239,7 +272,7 @@ class Operator:
     def forget(self) -> None:
         """Drop remembered choices (after an implementation was replaced)."""
         for phase in self.phases.values():
-            phase.memo.clear()
+            phase.forget()
 
 
 def _traced(fake: Callable[..., Any], *args: Any) -> Any:
@@ -265,11 +298,6 @@ def _product_flops(phase: _Phase, *args: Any, out_val: Any = None, **_: Any) -> 
     """Operations in matrix products, as PyTorch's counter counts them."""
     cost = phase.operator.cost(phase.problem_of(*args), phase.name)
     return sum(count for term, count in cost.flops if "product" in term)
-
-
-def _refuse_vmap(name: str, *_: Any) -> Any:
-    do = "Give the operator the batch as a leading dimension instead, or use ops_math.enabled(False)."
-    checks.refuse(f"ops_math::{name}", "vmap is not supported", do)
 
 
 def count_tensors(schema: str) -> int:
@@ -331,7 +359,7 @@ def define(
             _LIBRARY.impl(full, phase.__call__, key)
         torch.library.register_fake(f"ops_math::{full}", functools.partial(_traced, fake))
         _PHASES[full] = phase
-        torch.library.register_vmap(f"ops_math::{full}", functools.partial(_refuse_vmap, full))
+        torch.library.register_vmap(f"ops_math::{full}", functools.partial(refuse_vmap, full))
         phase.overload = getattr(torch.ops.ops_math, full).default
         operator.phases[phase_name] = phase
     operator.fwd, operator.bwd = (_entrance(phase) for phase in (operator.phases["fwd"], operator.phases["bwd"]))
@@ -358,50 +386,6 @@ def define_in_place(operator: Operator, schema: str, problem_of: Callable[..., A
     operator.phases["inplace"] = phase
     phase.overload = getattr(torch.ops.ops_math, full).default
     return _entrance(phase, writes=True)
-
-
-def store_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which a result is stored: autocast's where it is on for the device and `x` is not float64, else that of `x`."""
-    if torch.compiler.is_compiling() or features.any_autocast():
-        kind = x.device.type
-        if x.dtype != torch.float64 and features.autocasts(kind):
-            return torch.get_autocast_dtype(kind)
-    return x.dtype
-
-
-def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)`, also where one tensor is passed twice: Dynamo refuses that, so while tracing the second becomes a view."""
-    if torch.compiler.is_compiling():
-        seen: list[torch.Tensor] = []
-        fresh = []
-        for a in args:
-            twice = isinstance(a, torch.Tensor) and any(a is s for s in seen)
-            fresh.append(a.view_as(a) if twice else a)
-            if isinstance(a, torch.Tensor):
-                seen.append(a)
-        args = tuple(fresh)
-        return function.apply(*args)
-    return features.apply_function(function, args)
-
-
-def needs_grad(*tensors: torch.Tensor | None) -> bool:
-    """Whether autograd must record a call on these. Where a transform would differentiate it, it refuses: they see no graph here, and a
-    tangent would come out as zeros; and vmap of a call that is recorded, for which PyTorch would name its own insides; and
-    `torch.jit.trace` of one, whose graph could be neither checked nor saved."""
-    transform = features.transform(tensors)
-    if transform and transform != "vmap":
-        do = "Use autograd, or ops_math.enabled(False)."
-        checks.refuse(f"ops_math under {transform}", "grad, jvp and their kind are not supported", do)
-    if torch.is_grad_enabled():
-        for t in tensors:
-            if t is not None and t.requires_grad:
-                if transform:
-                    _refuse_vmap("fwd")
-                if features.traced_by_jit():
-                    do = "Trace under torch.no_grad() what is to run, under ops_math.enabled(False) what is to learn; or use torch.export."
-                    checks.refuse("ops_math under torch.jit.trace", "a backward of ours cannot be written into its graph", do)
-                return True
-    return False
 
 
 def absent(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

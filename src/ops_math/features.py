@@ -121,6 +121,54 @@ def _stream_handle(device_index: int) -> int:
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_handle)
 
 
+def _short_empty(kind: str) -> Any:
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    return getattr(guards, f"_empty_strided_{kind}", None)
+
+
+def short_empty(kind: str) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] | None:
+    """`torch.empty_strided` on the current device of a kind as the code that Inductor writes calls it, past the dispatcher (0.4 us where
+    that takes 0.9); None where this PyTorch does not have it. It is never filled under deterministic algorithms."""
+    return _short_empty(kind) if kind in ("cpu", "cuda") else None
+
+
+def _comparison(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    sizes: Any = [list(t.shape) for t in tensors]
+    strides: Any = [list(t.stride()) for t in tensors]
+    guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    check: Callable[..., bool] = guards.check
+    return check
+
+
+@lru_cache(maxsize=1)
+def _compares() -> bool:
+    """Whether TensorGuards exists, and tells apart all that we ask it to."""
+    x = torch.zeros(2, 3)
+    shapes = torch.zeros(3, 2), torch.zeros(3, 2).t(), x._neg_view()
+    others = (*shapes, x.double(), x.to("meta"), torch.nn.Parameter(x), x.clone().requires_grad_(), None)
+    try:
+        check, like, second = _comparison([x, torch.zeros(4)]), torch.ones(2, 3), torch.ones(4)
+        same, differs = check(like, second), not any(check(other, second) for other in others)
+        with torch.utils._python_dispatch.TorchDispatchMode():
+            watched = not check(like, second)
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = not check(like, second)
+    except (AttributeError, TypeError, ValueError, RuntimeError, SystemError):
+        return False
+    return bool(same and differs and watched and cast)
+
+
+def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """A function that tells whether as many tensors are like these: the same type, dtype, device, sizes, strides, `requires_grad` and
+    dispatch keys, with all that modes, tracers, transforms and autocast of the thread add to those. The same tensor twice is like nothing.
+    It holds no tensor, and does not look at memory or grad mode. A nested tensor of strided layout ends the process: ask first. None where
+    this PyTorch has no such function.
+
+    It is what `torch.compile` compares a call with (0.1 us a tensor).
+    """
+    return _comparison(tensors) if _compares() else None
+
+
 # The index of the current CUDA device: PyTorch's own short cut, or the public function, which first checks that CUDA is up.
 current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
@@ -185,18 +233,39 @@ def _quiet() -> Callable[[], bool]:
 quiet: Callable[[], bool] = _quiet()
 
 
+# Of what `quiet` asks for, the two that `tensor_check` does not see by itself: how many function modes are on in this thread, and whether a
+# profiler is. Where this PyTorch does not tell, they are.
+function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
+profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
+
+
+# The tensor inside of what a transform that has ended left behind; any other as it is.
+unwrapped: Any = getattr(getattr(torch._C, "_functorch", None), "unwrap_if_dead", None)
+
+
+def no_tangents() -> bool:
+    """Whether no level of forward-mode AD is on, so that no tensor has a tangent."""
+    return bool(getattr(_forward_ad, "_current_level", 0) < 0)
+
+
+def bound_apply(function: Any) -> Callable[..., Any]:
+    """`function.apply` for tensors that are no transform's, while none is on: without what PyTorch's own method does for those."""
+    base = getattr(getattr(torch._C, "_FunctionBase", None), "apply", None)
+    found: Callable[..., Any] = function.apply if base is None else torch._C._FunctionBase.__dict__["apply"].__get__(None, function)
+    return found
+
+
 def _apply_by_method(function: Any, args: tuple[Any, ...]) -> Any:
     return function.apply(*args)
 
 
 def _short_apply() -> Callable[[Any, tuple[Any, ...]], Any]:
     base = getattr(getattr(torch._C, "_FunctionBase", None), "apply", None)
-    unwrap = getattr(getattr(torch._C, "_functorch", None), "unwrap_if_dead", None)
     transforms = getattr(torch._C, "_are_functorch_transforms_active", None)
-    if base is None or unwrap is None or transforms is None:
+    if base is None or unwrapped is None or transforms is None:
         return _apply_by_method
     bind = torch._C._FunctionBase.__dict__["apply"].__get__
-    tensor = torch.Tensor
+    tensor, unwrap = torch.Tensor, unwrapped
 
     def short(function: Any, args: tuple[Any, ...]) -> Any:
         if transforms():

@@ -52,6 +52,7 @@ class _State:
 
 
 STATE = _State()
+_POLICIES: dict[Policy, Policy] = {}  # equal ones are one object, so that a repeated call compares a policy by `is`
 
 
 def set_environment(name: str, value: str | None) -> str | None:
@@ -95,14 +96,15 @@ def _check_forced(source: str, forced: dict[str, str]) -> None:
 def policy() -> Policy:
     """The policy in force."""
     if STATE.policy is None:
-        STATE.policy = _read_environment()
+        read = _read_environment()
+        STATE.policy = _POLICIES.setdefault(read, read)
     return STATE.policy
 
 
 def active() -> bool:
     """Whether operators run fused (true) or as plain PyTorch (false)."""
     if STATE.policy is None:
-        STATE.policy = _read_environment()
+        policy()
     return STATE.enabled
 
 
@@ -136,6 +138,8 @@ class _Switch:
         if name == "policy":
             checks.not_compiled("determinism, precision or force")
         policy()
+        if name == "policy":
+            value = _POLICIES.setdefault(value, value)
         self._name = name
         self._before = getattr(STATE, name)
         self._ended = False

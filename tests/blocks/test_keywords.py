@@ -194,7 +194,7 @@ def test_a_sum_is_fused_with_the_norm_that_follows(monkeypatch):
 
     setup, phase, seen = llama(torch.float32, "attention"), operators()["rms_norm"].phases["fwd"], []
     problem_of = phase.problem_of
-    phase.memo.clear()  # a remembered call builds no problem
+    phase.forget()  # a remembered call builds no problem
     monkeypatch.setattr(phase, "problem_of", lambda *args: seen.append(problem_of(*args)) or seen[-1])
     attend(setup, setup.x(torch.float32), next_norm=setup.holder.post_attention_layernorm)
     assert [p.residual for p in seen] == ["", "fp32"]

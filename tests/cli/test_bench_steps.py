@@ -121,6 +121,7 @@ def test_the_scripts_need_torch_alone():
         "for name in ('typer', 'rich', 'matplotlib', 'jinja2', 'tokenizers', 'platformdirs', 'msgspec', 'filelock'):\n"
         "    sys.modules[name] = None\n"
         "import benchmarks.steps, benchmarks.operators, benchmarks.rows, benchmarks.cpu_choices, benchmarks.random_shapes\n"
+        "import benchmarks.curves\n"
         "assert benchmarks.steps.SETUPS and benchmarks.steps.Runner"
     )
     done = subprocess.run(

@@ -22,6 +22,7 @@ from ops_math.ops.glu import triton_gpu as glu
 from ops_math.ops.glu.problem import GluProblem
 from ops_math.ops.layer_norm import eager as layer_eager
 from ops_math.ops.layer_norm import triton_gpu as layer
+from ops_math.ops.layer_norm import triton_gpu_choice as layer_choice
 from ops_math.ops.layer_norm.problem import LayerNormProblem
 from ops_math.ops.rms_norm import eager as rms_eager
 from ops_math.ops.rms_norm import triton_gpu as rms
@@ -88,10 +89,10 @@ def _layer(cols: int, change: Layout, add: bool) -> Iterator[tuple[str, float]]:
     want = layer_eager.launch_fwd(problem, None, x, second, weight, bias, None, None)
     total = want[1] if add else x
     gradients = layer_eager.launch_bwd(problem, None, dy, None, third, total, weight, want[2], want[3], None)
-    for config in _distinct(layer._cut_configs(problem, SMALL, "fwd")):
+    for config in _distinct(layer_choice._cut_configs(problem, SMALL, "fwd")):
         got = layer.launch_fwd(problem, config, change(x), change(residual) if add else None, weight, bias, None, None)
         yield f"fwd {config}", _gap(got, want)
-    for config in _distinct(layer._cut_configs(problem, SMALL, "bwd")):
+    for config in _distinct(layer_choice._cut_configs(problem, SMALL, "bwd")):
         third = change(dsum) if add else None
         got = layer.launch_bwd(problem, config, change(dy), None, third, change(total), weight, want[2], want[3], None)
         yield f"bwd {config}", _gap(got, gradients)

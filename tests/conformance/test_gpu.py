@@ -79,3 +79,4 @@ def test_a_repeated_call_plays_a_plan_and_gives_the_same_bits(name):
     assert conformance.check_repeats(operator, case, "bf16", "triton_gpu", "cuda", times=5) == []
     known = [k for k in operator.phases["fwd"].memo.values() if isinstance(k, dispatch._Known)]
     assert any(k.play is not None for k in known), [k.why for k in known]
+    assert operator.phases["fwd"].short

@@ -38,7 +38,7 @@ def jobs(rows: Path, out: Path) -> list[Job]:
     """In the order in which they should run: what must be right first."""
     workers = min(16, os.cpu_count() or 1)
     steps, alone = f"benchmarks/steps.py --results {rows}", "benchmarks/steps.py --table --no-gradients"
-    lengths = f"{steps} --no-gradients"
+    lengths, curves = f"{steps} --no-gradients", f"benchmarks/curves.py --results {rows}"
     floor, unequal = f"{lengths} --floor", "ops,documents,padded,trimmed"
     calibrate = f"{CLI} calibrate --dtype bf16 --seconds 100"
     suite = "-m pytest tests src/ops_math -q -p no:cacheprovider --timeout 100 --tb=short"
@@ -53,6 +53,9 @@ def jobs(rows: Path, out: Path) -> list[Job]:
         Job("floor", "with our optimizer", f"{floor} --model llama-1b --variants plain,packed+adamw,packed+graphed+adamw", 150, 8),
         Job("lengths", "llama-1b lengths", f"{lengths} --model llama-1b --variants plain,{unequal}", 150, 8),
         Job("lengths", "bert-large lengths", f"{lengths} --model bert-large --variants plain,{unequal}", 150, 8),
+        Job("curves", "curves of llama-1b", f"{curves} --model llama-1b --variants packed+adamw", 300, 12),
+        Job("curves", "curves of bert-large", f"{curves} --model bert-large --variants ops,packed+graphed", 150, 12),
+        Job("curves", "without dropout", f"{curves} --model bert-large --variants ops,packed+adamw --no-dropout", 150, 12),
         Job("accumulate", "accumulate", f"tools/gpu/accumulate.py --results {rows}", 100, 4),
         Job("random", "random shapes", f"benchmarks/random_shapes.py --seed 3 --results {rows}", 200, 60),
         Job("kernels", "bert-large alone", f"{alone} --model bert-large --variants ops", 90, 45),
@@ -60,8 +63,8 @@ def jobs(rows: Path, out: Path) -> list[Job]:
         Job("host", "host costs", "tools/gpu/host_costs.py", 60, 26),
         Job("host", "host of bert-large", "tools/gpu/host_profile.py bert-large ops", 60, 3),
         Job("configurations", "configurations", "tools/gpu/configurations.py --dtypes bf16,fp32", 300, 20),
-        Job("consistency", "checker on llama-1b", "benchmarks/consistency.py cost --model llama-1b --rounds 10", 90, 8),
-        Job("consistency", "checker on llama-tiny", "benchmarks/consistency.py cost --rounds 30", 90, 8),
+        Job("consistency", "checker on llama-1b", "benchmarks/consistency.py cost --model llama-1b --rounds 10", 120, 20),
+        Job("consistency", "checker on llama-tiny", "benchmarks/consistency.py cost --rounds 30", 90, 20),
         Job("consistency", "figures sweep", "tools/gpu/figures_sweep.py", 60, 40),
         Job("optimizer", "optimizer sweep", f"benchmarks/optimizer.py --sweep --results {rows}", 150, 30),
         Job("attention", "attention sweep", "tools/gpu/attention_sweep.py vendor fwd bwd", 120, 60),

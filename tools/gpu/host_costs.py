@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import pstats
+import statistics
 import sys
 import time
 
@@ -44,8 +45,56 @@ def cost(name, call, n=300):
     print(f"{name:34s} {(time.perf_counter() - start) / n * 1e6:8.1f} us")
 
 
+def alternating(calls, rounds=40, n=25):
+    """Print the time of each call, the median of rounds in which they take turns."""
+    for _, call in calls:
+        for _ in range(40):  # past the sixteenth, which is written down
+            call()
+    times = {name: [] for name, _ in calls}
+    for _ in range(rounds):
+        for name, call in calls:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(n):
+                call()
+            times[name].append((time.perf_counter() - start) / n * 1e6)
+    torch.cuda.synchronize()
+    for name, found in times.items():
+        print(f"{name:44s} {statistics.median(found):8.1f} us  (least {min(found):.1f})")
+
+
+def norms():
+    """RMSNorm forward, with and without gradients, and forward and backward: ours, PyTorch's, and Liger's where it is installed."""
+    bf = torch.bfloat16
+    x, w = torch.randn(2, 64, 256, device="cuda", dtype=bf), torch.randn(256, device="cuda", dtype=bf)
+    xg, wg, dy = x.clone().requires_grad_(), torch.nn.Parameter(w.clone()), torch.ones_like(x)
+    contenders = {"om.rms_norm": om.rms_norm, "F.rms_norm": lambda x, w: F.rms_norm(x, (256,), w, 1e-6)}
+    try:
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+        contenders["Liger rms_norm"] = lambda x, w: LigerRMSNormFunction.apply(x, w, 1e-6)
+    except ImportError as error:
+        print(f"Liger is left out: {error}")
+    calls = [("torch.empty", lambda: torch.empty(64, device="cuda")), ("Function.apply", lambda: Nothing.apply(xg, wg))]
+    calls.append(("Function.apply, backward", lambda: torch.autograd.grad(Nothing.apply(xg, wg), xg, dy)))
+    for name, norm in contenders.items():
+        calls.append((f"{name}, no grad", lambda norm=norm: norm(x, w)))
+        calls.append((f"{name}, grad", lambda norm=norm: norm(xg, wg)))
+        calls.append((f"{name}, forward and autograd.grad", lambda norm=norm: torch.autograd.grad(norm(xg, wg), (xg, wg), dy)))
+
+        def step(norm=norm):
+            norm(xg, wg).backward(dy)
+            xg.grad = wg.grad = None
+
+        calls.append((f"{name}, forward and .backward()", step))
+    alternating(calls)
+
+
 def main() -> None:
     """Measure."""
+    norms()
+    if "norms" in sys.argv:
+        return
     bf = torch.bfloat16
     x = torch.randn(2, 64, 256, device="cuda", dtype=bf)
     xg = x.clone().requires_grad_()

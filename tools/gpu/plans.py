@@ -42,21 +42,23 @@ def same(a: Any, b: Any) -> bool:
 
 def bits() -> None:
     """Compare, and list what has no plan."""
-    wrong, planned, unplanned = [], 0, Counter()
+    wrong, planned, shortened, unplanned = [], 0, 0, Counter()
     for name, operator in catalog.operators().items():
         for case in operator.file("problem").CASES:
             for dtype in ("bf16", "fp32"):
                 for call in calls_of(operator, case, dtype) if dtype in case.dtypes else []:
                     phase = operator.phases[call.phase]
                     args = tuple(on_gpu(a) for a in call.args)
-                    phase.memo.clear()
-                    results = [getattr(operator, call.phase)(*args) for _ in range(dispatch.RECORD_AT + 2)]
+                    phase.forget()
+                    results = [getattr(operator, call.phase)(*args) for _ in range(dispatch.RECORD_AT + 4)]  # by launcher, plan, short way
                     found = [k for k in phase.memo.values() if isinstance(k, dispatch._Known)]
                     if not all(same(results[0], r) for r in results[1:]):
                         wrong.append(f"{name} {case.name} {dtype} {call.phase}")
+                    shortened += bool(phase.short)
                     planned += sum(k.play is not None for k in found)
                     unplanned.update(f"{name}_{call.phase}: {k.why or 'not asked'}" for k in found if k.play is None)
-    print(f"bits: {planned} planned calls agree with their launchers" if not wrong else f"bits: WRONG: {wrong}")
+    good = f"bits: {planned} planned calls, {shortened} of them with a short way, agree with their launchers"
+    print(good if not wrong else f"bits: WRONG: {wrong}")
     for reason, count in sorted(unplanned.items()):
         print(f"  no plan, {count} calls: {reason}")
 

@@ -83,6 +83,27 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, n
         _TAPE.starts.append((found, grid, args))
 
 
+def innermost(kept: Kept) -> tuple[Any, tuple[Any, ...], bool]:
+    """What Triton's launcher calls in C, where all it does before that is to pass constants on: the function, its arguments after grid and
+    stream, and whether it takes the kernel's own ones together. Else the launcher itself. It is known of exact versions only."""
+    run = kept.run
+    usual = kept.function, kept.metadata, None, None, None
+    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+    version = ".".join(_triton_version().split(".")[:2])
+    if type(run).__name__ != "CudaLauncher" or scratch or getattr(run, "gsan_enabled", False) or version not in ("3.6", "3.9"):
+        return run, usual, False
+    start = kept.function, run.launch_cooperative_grid, run.launch_pdl
+    if version == "3.6":
+        return run.launch, (*start, None, None, *usual[1:]), False
+    return run.launch, (*start, *usual[1:], None, None, run.arg_annotations, run.kernel_signature), True
+
+
+def _triton_version() -> str:
+    import triton
+
+    return str(triton.__version__)
+
+
 def _described(a: Any) -> tuple[Any, ...] | None:
     """What a kernel may be specialised for of a tensor descriptor (its launcher encodes it anew at each start); None for anything else."""
     if type(a).__name__ != "TensorDescriptor":

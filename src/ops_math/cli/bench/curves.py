@@ -29,12 +29,13 @@ STEPS, RUNS, WINDOW, POINT = 200, 2, 20, 10
 WARMUP_SHARE = 0.2  # of the steps, then the rate is constant
 # How many of the weights' elements move by one ulp. In fp32 all: an operator's roundings are as fine as the weights' and there are many.
 # In bf16 every twelfth, which is in all as much as one rounding of the weights (1/sqrt(12) ulp): all of them would move the loss of
-# llama-tiny by 1e-2, as much as input gradients of norms that are 1 % wrong, and hide these.
+# llama-tiny (2 x 64, windows of 10) by 1e-2, as much as input gradients of norms that are 1 % wrong, and hide these.
 MOVED = {torch.float32: 1.0, torch.bfloat16: 1 / 12}
 # With three plain runs, a fourth is as far away as this by chance one time in 18 if all windows move together, one in 10,000 if each
 # moves by itself; with two it would be one in 5 and one in 90, with four one in 65 (simulated, normal noise).
 FACTOR = 2.0
 FEWEST = 2  # plain runs beyond the first
+PLANTED = "gradients times"
 # The inputs of branches beside a residual sum. Behind it, where BERT has its norms, a wrong factor would be the whole gradient's, which
 # AdamW does not see.
 BRANCHES = ("LlamaRMSNorm", "BertIntermediate")
@@ -108,16 +109,22 @@ def verdict(plain: Sequence[Curve], other: Curve, width: int = WINDOW) -> Verdic
 
 
 @torch.no_grad()
-def perturb(model: nn.Module, seed: int) -> None:
-    """Move elements of matrices to the next larger or smaller number; vectors stay, since bf16 ones (norms) would never move back."""
+def perturb(model: nn.Module, seed: int, dtype: torch.dtype) -> None:
+    """Move elements of matrices up or down by one ulp; vectors stay, since bf16 ones (norms) would never move back.
+
+    Args:
+        model: in `dtype`, or in fp32 where it runs under autocast.
+        seed: of which elements, and whether up or down.
+        dtype: in which it computes, whose ulp it is.
+    """
     for parameter in model.parameters():
         if parameter.dim() > 1:
             seed += 1_000_003
             generator = torch.Generator(parameter.device).manual_seed(seed)
             drawn = torch.rand(parameter.shape, generator=generator, device=parameter.device)
-            half = MOVED[parameter.dtype] / 2
-            toward = torch.where(drawn < half, torch.inf, -torch.inf).to(parameter.dtype)
-            parameter.copy_(torch.where(drawn < 2 * half, torch.nextafter(parameter, toward), parameter))
+            rounded = parameter.to(dtype)
+            moved = torch.nextafter(rounded, torch.where(drawn < MOVED[dtype] / 2, torch.inf, -torch.inf).to(dtype))
+            parameter.add_(torch.where(drawn < MOVED[dtype], moved.to(parameter.dtype) - rounded.to(parameter.dtype), 0.0))
 
 
 class _Scaled(torch.autograd.Function):
@@ -160,6 +167,7 @@ def train(runner: Runner, batches: Sequence[Batch], peak: float, run: str = "", 
     torch.manual_seed(seed)
     losses = torch.full((count,), torch.nan, device=device)
     settled, start = min(10, count // 2), 0.0
+    runner.inputs = {name: tensor.clone() for name, tensor in runner.inputs.items()}  # inputs and labels may be one tensor
     for i, batch in enumerate(batches):
         if i == settled:
             synchronize(device)
@@ -176,7 +184,7 @@ def train(runner: Runner, batches: Sequence[Batch], peak: float, run: str = "", 
 
 class Asked(NamedTuple):
     """What to train: a preset in a setup, with how many steps, plain runs beyond the first, and which peak rate; `planted` is the factor
-    of a fault in one more plain run, None for no such run."""
+    of a fault in one more plain run, None for no such run; without `dropout` no model drops."""
 
     model: str
     setup: Setup
@@ -186,6 +194,7 @@ class Asked(NamedTuple):
     runs: int = RUNS
     peak: float | None = None
     planted: float | None = None
+    dropout: bool = True
     seed: int = 0
 
     @property
@@ -197,7 +206,17 @@ class Asked(NamedTuple):
     def drops(self) -> bool:
         """Whether runs differ by dropout masks anyway."""
         config = PRESETS[self.model].config
-        return isinstance(config, BertConfig) and max(config.hidden_dropout, config.attention_dropout) > 0
+        return self.dropout and isinstance(config, BertConfig) and max(config.hidden_dropout, config.attention_dropout) > 0
+
+    @property
+    def computes(self) -> torch.dtype:
+        """The dtype of products."""
+        return torch.bfloat16 if self.setup.autocast else self.setup.dtype
+
+    @property
+    def noise(self) -> str:
+        """How plain runs differ, in words."""
+        return "other masks" if self.drops else f"one ulp in {MOVED[self.computes]:.3g} of the matrices' elements"
 
 
 def check(asked: Asked) -> None:
@@ -226,6 +245,8 @@ def measure(asked: Asked, tokens: text.Tokens) -> Iterator[Curve]:
     def one(variant: str, run: str = "", number: int = 0, prepare: Callable[[nn.Module], None] | None = None) -> Curve:
         whole_steps.free()
         runner = Runner(asked.model, variant, *asked.setup, asked.device, asked.seed)
+        if not asked.dropout:
+            whole_steps.without_dropout(runner.model)
         if prepare is not None:
             prepare(runner.model)
         return train(runner, batches, asked.lr, run, asked.seed + number)
@@ -237,7 +258,7 @@ def measure(asked: Asked, tokens: text.Tokens) -> Iterator[Curve]:
         if asked.drops:
             yield one(PLAIN, f"other masks {number}", number)
         else:
-            yield one(PLAIN, f"weights moved {number}", number, lambda model, k=number: perturb(model, k))  # type: ignore[misc]
+            yield one(PLAIN, f"weights moved {number}", number, lambda model, k=number: perturb(model, k, asked.computes))  # type: ignore[misc]
     if asked.planted is not None:
         factor = asked.planted
-        yield one(PLAIN, f"gradients times {factor:g}", asked.runs + 1 if asked.drops else 0, lambda model: plant(model, factor))
+        yield one(PLAIN, f"{PLANTED} {factor:g}", asked.runs + 1 if asked.drops else 0, lambda model: plant(model, factor))

@@ -91,14 +91,19 @@ def interleaved(runners: list[Runner], warm: int = WARM, measured: int = MEASURE
     return times
 
 
-def gradients(name: str, variant: str, setup: Setup, device: str) -> dict[str, torch.Tensor]:
-    """Gradients of one step without dropout, on the CPU in fp32."""
-    runner = Runner(name, variant, setup.batch, setup.seq, torch.float32, setup.autocast, device)
-    for module in runner.model.modules():
+def without_dropout(model: torch.nn.Module) -> None:
+    """Let a model, adopted or not, drop nothing."""
+    for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         if hasattr(module, "dropout_p"):
             setattr(module, "dropout_p", 0.0)  # noqa: B010 (a type checker takes it for a tensor)
+
+
+def gradients(name: str, variant: str, setup: Setup, device: str) -> dict[str, torch.Tensor]:
+    """Gradients of one step without dropout, on the CPU in fp32."""
+    runner = Runner(name, variant, setup.batch, setup.seq, torch.float32, setup.autocast, device)
+    without_dropout(runner.model)
     with torch.no_grad():  # the same weights in every dtype
         for p in runner.model.parameters():
             p.copy_(p.to(torch.bfloat16))

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from ops_math import checks, settings
-from ops_math.dispatch import absent, apply, define, needs_grad, once_differentiable, store_dtype
+from ops_math.dispatch import absent, define, once_differentiable, store_dtype
 from ops_math.ops.glu import plain
 from ops_math.ops.glu.problem import GluProblem
 from ops_math.spec import dtype_name as name_of
 from ops_math.spec import product
+from ops_math.usual import Usual, Way
 
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -86,11 +87,14 @@ class _Glu(torch.autograd.Function):
         return dgate if need_dgate else None, dup if need_dup else None, None, None, None
 
 
-def _run(gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str) -> torch.Tensor:
-    out = store_dtype(gate) if up is None else torch.promote_types(store_dtype(gate), store_dtype(up))
-    if needs_grad(gate, up):
-        return apply(_Glu, gate, up, activation, packing, out)
-    return OP.fwd(gate, up, activation, packing, False, out)[0]
+_SWIGLU, _SWIGLU_PACKED, _GEGLU, _GEGLU_PACKED = (Usual(_Glu) for _ in range(4))
+
+
+def _run(way: Way, gate: torch.Tensor, up: torch.Tensor | None, activation: str, packing: str) -> torch.Tensor:
+    if way.record is None:
+        return OP.fwd(gate, up, activation, packing, False, way.out)[0]
+    y: torch.Tensor = way.record(gate, up, activation, packing, way.out)
+    return y
 
 
 def _check_pair(operator: str, gate: torch.Tensor, up: torch.Tensor) -> None:
@@ -129,8 +133,13 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     Raises: ArgumentError for shapes that differ (nothing is broadcast), integer inputs, another device.
     Source: Shazeer, GLU Variants Improve Transformer, 2020. dgate = dy up s (1 + gate (1 - s)), dup = dy gate s, s = sigmoid(gate).
     """
-    _check_pair("swiglu", gate, up)
-    return _run(gate, up, "silu", "") if settings.active() else plain.swiglu(gate, up)
+    way = _SWIGLU.way(gate, up)
+    if way is None:
+        _check_pair("swiglu", gate, up)
+        if not settings.active():
+            return plain.swiglu(gate, up)
+        way = _SWIGLU.first((gate, up), (), torch.promote_types(store_dtype(gate), store_dtype(up)))
+    return _run(way, gate, up, "silu", "")
 
 
 def swiglu_packed(gate_up: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
@@ -149,10 +158,13 @@ def swiglu_packed(gate_up: torch.Tensor, *, interleaved: bool = False) -> torch.
     Raises: ArgumentError for an odd last dimension or an integer input.
     Source: as `swiglu`.
     """
-    _check_packed("swiglu_packed", gate_up)
-    if not settings.active():
-        return plain.swiglu_packed(gate_up, interleaved=interleaved)
-    return _run(gate_up, None, "silu", "interleaved" if interleaved else "halves")
+    way = _SWIGLU_PACKED.way(gate_up)
+    if way is None:
+        _check_packed("swiglu_packed", gate_up)
+        if not settings.active():
+            return plain.swiglu_packed(gate_up, interleaved=interleaved)
+        way = _SWIGLU_PACKED.first((gate_up,), (), store_dtype(gate_up))
+    return _run(way, gate_up, None, "silu", "interleaved" if interleaved else "halves")
 
 
 def geglu(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh") -> torch.Tensor:
@@ -173,9 +185,14 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh") ->
     Raises: ArgumentError for shapes that differ (nothing is broadcast), integer inputs, another device, an unknown `approximate`.
     Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016; Shazeer, 2020.
     """
-    _check_pair("geglu", gate, up)
-    checks.one_of("geglu", "approximate", approximate, tuple(GELU))
-    return _run(gate, up, GELU[approximate], "") if settings.active() else plain.geglu(gate, up, approximate=approximate)
+    way = _GEGLU.way(gate, up, approximate)
+    if way is None:
+        _check_pair("geglu", gate, up)
+        checks.one_of("geglu", "approximate", approximate, tuple(GELU))
+        if not settings.active():
+            return plain.geglu(gate, up, approximate=approximate)
+        way = _GEGLU.first((gate, up), (approximate,), torch.promote_types(store_dtype(gate), store_dtype(up)))
+    return _run(way, gate, up, GELU[approximate], "")
 
 
 def geglu_packed(gate_up: torch.Tensor, *, approximate: str = "tanh", interleaved: bool = False) -> torch.Tensor:
@@ -194,11 +211,14 @@ def geglu_packed(gate_up: torch.Tensor, *, approximate: str = "tanh", interleave
     Raises: ArgumentError for an odd last dimension, an integer input, an unknown `approximate`.
     Source: as `geglu`.
     """
-    _check_packed("geglu_packed", gate_up)
-    checks.one_of("geglu_packed", "approximate", approximate, tuple(GELU))
-    if not settings.active():
-        return plain.geglu_packed(gate_up, approximate=approximate, interleaved=interleaved)
-    return _run(gate_up, None, GELU[approximate], "interleaved" if interleaved else "halves")
+    way = _GEGLU_PACKED.way(gate_up, approximate)
+    if way is None:
+        _check_packed("geglu_packed", gate_up)
+        checks.one_of("geglu_packed", "approximate", approximate, tuple(GELU))
+        if not settings.active():
+            return plain.geglu_packed(gate_up, approximate=approximate, interleaved=interleaved)
+        way = _GEGLU_PACKED.first((gate_up,), (approximate,), store_dtype(gate_up))
+    return _run(way, gate_up, None, GELU[approximate], "interleaved" if interleaved else "halves")
 
 
 OP.public = {"swiglu": swiglu, "swiglu_packed": swiglu_packed, "geglu": geglu, "geglu_packed": geglu_packed}

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from ops_math import checks, settings
-from ops_math.dispatch import absent, apply, define, needs_grad, once_differentiable, store_dtype
+from ops_math.dispatch import absent, define, needs_grad, once_differentiable, store_dtype
 from ops_math.ops.glu import levels_gelu, plain_gelu
 from ops_math.ops.glu.problem_gelu import GeluProblem
 from ops_math.spec import dtype_name as name_of
 from ops_math.spec import product
+from ops_math.usual import Usual
 
 
 def _problem_fwd(x: torch.Tensor, bias: torch.Tensor | None, approximate: str, out: torch.dtype) -> GeluProblem:
@@ -69,6 +70,9 @@ class _Gelu(torch.autograd.Function):
         return dx if need_dx else None, dbias if need_dbias else None, None, None
 
 
+_GELU = Usual(_Gelu)
+
+
 def gelu(x: torch.Tensor, bias: torch.Tensor | None = None, *, approximate: str = "none") -> torch.Tensor:
     """Gaussian error linear unit, with an optional bias added first.
 
@@ -89,21 +93,23 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None = None, *, approximate: str 
         that learns at level 3.
     Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016. dx = dy (Phi(z) + z phi(z)), dbias its sum over rows.
     """
-    checks.floating("gelu", "x", x)
-    checks.at_least_1d("gelu", "x", x)
-    checks.one_of("gelu", "approximate", approximate, ("none", "tanh"))
-    if bias is not None:
-        checks.floating("gelu", "bias", bias)
-        checks.shape("gelu", "bias", bias, x.shape[-1:], "the last dimension of x")
-        checks.same_device("gelu", "x", x, bias=bias)
-    if not settings.active():
-        return plain_gelu.gelu(x, bias, approximate=approximate)
-    out = store_dtype(x)
-    if needs_grad(x, bias):
-        if bias is not None and bias.requires_grad and settings.determinism_level() >= 3:  # in words here, not in the backward
+    way = _GELU.way(x, bias, approximate)
+    if way is None:
+        checks.floating("gelu", "x", x)
+        checks.at_least_1d("gelu", "x", x)
+        checks.one_of("gelu", "approximate", approximate, ("none", "tanh"))
+        if bias is not None:
+            checks.floating("gelu", "bias", bias)
+            checks.shape("gelu", "bias", bias, x.shape[-1:], "the last dimension of x")
+            checks.same_device("gelu", "x", x, bias=bias)
+        if not settings.active():
+            return plain_gelu.gelu(x, bias, approximate=approximate)
+        if bias is not None and bias.requires_grad and settings.determinism_level() >= 3 and needs_grad(x, bias):
+            # In words here, not in the backward.
             checks.refuse("gelu at determinism level 3", levels_gelu.BIAS, "Add it before, om.gelu(x + bias), or ask for level 2.")
-        return apply(_Gelu, x, bias, approximate, out)
-    return OP.fwd(x, bias, approximate, out)
+        way = _GELU.first((x, bias), (approximate,), store_dtype(x))
+    y: torch.Tensor = (way.record or OP.fwd)(x, bias, approximate, way.out)
+    return y
 
 
 OP.public = {"gelu": gelu}

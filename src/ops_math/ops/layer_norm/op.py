@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ops_math import checks, recompute, settings
-from ops_math.dispatch import absent, apply, define, needs_grad, once_differentiable, store_dtype
+from ops_math.dispatch import absent, define, once_differentiable, store_dtype
 from ops_math.ops.layer_norm import plain
 from ops_math.ops.layer_norm.problem import LayerNormProblem
 from ops_math.rng import Rng, drawn, draws, state_for
 from ops_math.spec import compute_dtype, product
 from ops_math.spec import dtype_name as name_of
+from ops_math.usual import Usual
 
 
 def _named(t: torch.Tensor | None) -> str:
@@ -168,6 +169,9 @@ def offer(ys: Sequence[torch.Tensor], total: torch.Tensor, weight: torch.Tensor 
         recompute.offer(y, make, total, weight, bias)
 
 
+_LAYER_NORM, _ADD_LAYER_NORM = Usual(_LayerNorm), Usual(_AddLayerNorm)
+
+
 def _check(operator: str, x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
     checks.floating(operator, "x", x)
     checks.at_least_1d(operator, "x", x)
@@ -198,17 +202,19 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.
     Raises: ArgumentError for an integer input, parameters of another width or device.
     Source: Ba, Kiros and Hinton, Layer Normalization, 2016; backward derived in DESIGN.md.
     """
-    _check("layer_norm", x, weight=weight, bias=bias)
-    checks.small_number("layer_norm", "eps", eps)
-    if not settings.active():
-        return plain.layer_norm(x, weight, bias, eps=eps)
-    out = store_dtype(x)
-    if needs_grad(x, weight, bias):
-        y = apply(_LayerNorm, x, weight, bias, eps, out)
-        if recompute.wanted():
-            offer((y,), x, weight, bias, eps)
-        return y
-    return OP.fwd(x, None, weight, bias, None, None, eps, 0.0, out, None)[0]
+    way = _LAYER_NORM.way(x, weight, bias, eps)
+    if way is None:
+        _check("layer_norm", x, weight=weight, bias=bias)
+        checks.small_number("layer_norm", "eps", eps)
+        if not settings.active():
+            return plain.layer_norm(x, weight, bias, eps=eps)
+        way = _LAYER_NORM.first((x, weight, bias), (eps,), store_dtype(x))
+    if way.record is None:
+        return OP.fwd(x, None, weight, bias, None, None, eps, 0.0, way.out, None)[0]
+    y: torch.Tensor = way.record(x, weight, bias, eps, way.out)
+    if recompute.wanted():
+        offer((y,), x, weight, bias, eps)
+    return y
 
 
 def add_layer_norm(
@@ -251,26 +257,29 @@ def add_layer_norm(
     `dropout_p` outside [0, 1), an Rng on another device.
     Source: as `layer_norm` and `dropout`.
     """
-    _check("add_layer_norm", x, weight=weight, bias=bias, x_bias=x_bias)
-    checks.small_number("add_layer_norm", "eps", eps)
-    checks.floating("add_layer_norm", "residual", residual)
-    checks.same_shape("add_layer_norm", "x", x, "residual", residual)
-    checks.same_device("add_layer_norm", "x", x, residual=residual)
-    checks.probability("add_layer_norm", "dropout_p", dropout_p)
-    if not settings.active():
-        options: dict[str, Any] = {"x_bias": x_bias, "out_dtype": out_dtype, "narrow_dtype": narrow_dtype}
-        return plain.add_layer_norm(x, residual, weight, bias, eps=eps, dropout_p=dropout_p, rng=rng, **options)
+    way = _ADD_LAYER_NORM.way(x, residual, weight, bias, x_bias, eps, dropout_p)
+    if way is None:
+        _check("add_layer_norm", x, weight=weight, bias=bias, x_bias=x_bias)
+        checks.small_number("add_layer_norm", "eps", eps)
+        checks.floating("add_layer_norm", "residual", residual)
+        checks.same_shape("add_layer_norm", "x", x, "residual", residual)
+        checks.same_device("add_layer_norm", "x", x, residual=residual)
+        checks.probability("add_layer_norm", "dropout_p", dropout_p)
+        if not settings.active():
+            options: dict[str, Any] = {"x_bias": x_bias, "out_dtype": out_dtype, "narrow_dtype": narrow_dtype}
+            return plain.add_layer_norm(x, residual, weight, bias, eps=eps, dropout_p=dropout_p, rng=rng, **options)
+        way = _ADD_LAYER_NORM.first((x, residual, weight, bias, x_bias), (eps, dropout_p), store_dtype(x))
     if dropout_p and rng is None and x_bias is None and draws(x):
         x, dropout_p = drawn("add_layer_norm", x, dropout_p), 0.0
     state = state_for("add_layer_norm", rng, x.device) if dropout_p else None
-    out = out_dtype or store_dtype(x)
-    if needs_grad(x, residual, weight, bias, x_bias):
-        results = apply(_AddLayerNorm, x, residual, weight, bias, x_bias, state, eps, dropout_p, out, narrow_dtype)
-        if recompute.wanted():
-            offer((results[0], *results[2:]), results[1], weight, bias, eps)
-        return results
-    y, total, _, _, narrow = OP.fwd(x, residual, weight, bias, x_bias, state, eps, dropout_p, out, narrow_dtype)
-    return (y, total) if narrow_dtype is None else (y, total, narrow)
+    out = out_dtype or way.out
+    if way.record is None:
+        y, total, _, _, narrow = OP.fwd(x, residual, weight, bias, x_bias, state, eps, dropout_p, out, narrow_dtype)
+        return (y, total) if narrow_dtype is None else (y, total, narrow)
+    results: tuple[torch.Tensor, ...] = way.record(x, residual, weight, bias, x_bias, state, eps, dropout_p, out, narrow_dtype)
+    if recompute.wanted():
+        offer((results[0], *results[2:]), results[1], weight, bias, eps)
+    return results
 
 
 OP.public = {"layer_norm": layer_norm, "add_layer_norm": add_layer_norm}

@@ -11,6 +11,7 @@ from ops_math.dispatch import absent, apply, define, needs_grad, once_differenti
 from ops_math.ops.rope import plain
 from ops_math.ops.rope.problem import RopeProblem
 from ops_math.spec import dtype_name as name_of
+from ops_math.usual import Usual
 
 Tensor = torch.Tensor
 
@@ -184,6 +185,9 @@ def _rotary_dim(operator: str, width: int, cos: Tensor, rotary_dim: int | None) 
     return rotary_dim
 
 
+_ROPE = Usual(_Rope)
+
+
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *,
     interleaved: bool = False, position_ids: Tensor | None = None, rotary_dim: int | None = None,
@@ -214,14 +218,16 @@ def rope(
         (on the CPU, or under `checked`), positions outside the tables. On a GPU an outside position gives NaN.
     Source: Su et al., RoFormer, 2021; the gradient is the transposed rotation.
     """
-    _check_heads("rope", q, k)
-    width = check_tables("rope", tuple(q.shape[:-2]), q.shape[-1], q, cos, sin, position_ids, rotary_dim)
-    if not settings.active():
-        return plain.rope(q, k, cos, sin, interleaved=interleaved, position_ids=position_ids, rotary_dim=width)
-    out = store_dtype(q)
-    if needs_grad(q, k):
-        return apply(_Rope, q, k, cos, sin, position_ids, Heads(0, 0, width, interleaved), out)
-    return _turn(q, k, cos, sin, position_ids, Heads(0, 0, width, interleaved), out)  # type: ignore[return-value]
+    way = None if position_ids is not None else _ROPE.way(q, k, cos, sin, rotary_dim, interleaved)  # positions are values
+    if way is None:
+        _check_heads("rope", q, k)
+        width = check_tables("rope", tuple(q.shape[:-2]), q.shape[-1], q, cos, sin, position_ids, rotary_dim)
+        if not settings.active():
+            return plain.rope(q, k, cos, sin, interleaved=interleaved, position_ids=position_ids, rotary_dim=width)
+        heads = Heads(0, 0, width, interleaved)
+        way = _ROPE.first((q, k, cos, sin), (rotary_dim, interleaved), store_dtype(q), heads, keep=position_ids is None)
+    turned: Any = way.record or _turn
+    return turned(q, k, cos, sin, position_ids, way.more, way.out)
 
 
 def _check_heads(operator: str, q: Tensor, k: Tensor) -> None:

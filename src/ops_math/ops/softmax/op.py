@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from ops_math import checks, settings
-from ops_math.dispatch import apply, define, needs_grad, once_differentiable, store_dtype
+from ops_math.dispatch import define, once_differentiable, store_dtype
 from ops_math.ops.softmax import plain
 from ops_math.ops.softmax.problem import SoftmaxProblem
 from ops_math.spec import dtype_name as name_of
 from ops_math.spec import product
+from ops_math.usual import Usual, Way
 
 
 def _problem_fwd(x: torch.Tensor, out: torch.dtype) -> SoftmaxProblem:
@@ -60,8 +61,12 @@ class _Softmax(torch.autograd.Function):
         return OP.bwd(dy, y, ctx.x_dtype), None
 
 
-def _last(x: torch.Tensor, out: torch.dtype) -> torch.Tensor:
-    return apply(_Softmax, x, out) if needs_grad(x) else OP.fwd(x, out)
+_SOFTMAX = Usual(_Softmax)
+
+
+def _last(way: Way, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = (way.record or OP.fwd)(x, way.out)
+    return y
 
 
 def softmax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -84,15 +89,17 @@ def softmax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     Raises: ArgumentError for an integer input or a dimension that `x` has not.
     Source: Bridle, Probabilistic Interpretation of Feedforward Classification Network Outputs, 1990; dx = y (dy - sum(y dy)).
     """
-    checks.floating("softmax", "x", x)
-    checks.at_least_1d("softmax", "x", x)
-    checks.one_of("softmax", "dim", dim, tuple(range(-x.dim(), x.dim())))
-    if not settings.active():
-        return plain.softmax(x, dim)
-    out = store_dtype(x)
+    way = _SOFTMAX.way(x, dim)
+    if way is None:
+        checks.floating("softmax", "x", x)
+        checks.at_least_1d("softmax", "x", x)
+        checks.one_of("softmax", "dim", dim, tuple(range(-x.dim(), x.dim())))
+        if not settings.active():
+            return plain.softmax(x, dim)
+        way = _SOFTMAX.first((x,), (dim,), store_dtype(x))
     if dim in (-1, x.dim() - 1):
-        return _last(x, out)
-    return _last(x.movedim(dim, -1), out).movedim(-1, dim)
+        return _last(way, x)
+    return _last(way, x.movedim(dim, -1)).movedim(-1, dim)
 
 
 OP.public = {"softmax": softmax}
