@@ -6,7 +6,8 @@ Errors cannot add up, so the culprit stands alone; and modules that share an inp
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import ops_math as om
 from ops_nn.debug import names, observe, recipe, trees
 from ops_nn.debug.figures import measure, unpack
+from ops_nn.debug.numbers import Numbers
 from ops_nn.debug.trace import FORWARD, INPUT, INPUT_GRADIENT, OUTPUT_GRADIENT, PARAMETER, PARAMETER_GRADIENT, Call, Key, Record, Trace
 from ops_nn.debug.verdict import distance
 
@@ -59,7 +61,7 @@ class _Capture:
             if not below or path == below or path.startswith(f"{below}.")
         }
         self.entries: list[_Entry] = []
-        self.counts: dict[str, int] = {}
+        self.numbers = Numbers()
         self.open: list[int] = []
         self.ends = 0
         self.device = next((p.device.type for p in model.parameters()), "cpu")
@@ -67,10 +69,11 @@ class _Capture:
     def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module, and keep what it was given."""
         path = self.paths.get(id(module))
-        if path is None or observe.in_backward():
+        number, again = (None, False) if path is None else self.numbers.begin(path)
+        if path is None or number is None:
             return observe.run_plainly(module, args, kwargs)
-        number = self.counts.get(path, 0)
-        self.counts[path] = number + 1
+        if again:
+            return self._recomputed(path, number, module, args, kwargs)
         index = len(self.entries)
         entry = _Entry(Call(path, number, self.open[-1] if self.open else -1, -1), args, kwargs, self.device)
         self.entries.append(entry)
@@ -81,11 +84,26 @@ class _Capture:
             self.open.pop()
         entry.call = entry.call._replace(end=self.ends)
         self.ends += 1
-        for leaf in trees.leaves(result):
-            for part in (leaf.carrier, leaf.also):
-                if part is not None and part.requires_grad:
-                    part.register_hook(_keeper(entry, leaf.name))
+        _keep_gradients(entry, result)
         return result
+
+    def _recomputed(self, path: str, number: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module again whose first run had no graph: gradients arrive now."""
+        entry = next(e for e in self.entries if (e.call.module, e.call.number) == (path, number))
+        if torch.is_grad_enabled():
+            entry.grad_mode = True
+            for own, given in zip(trees.arguments(entry.args, entry.kwargs), trees.arguments(args, kwargs), strict=True):
+                own.carrier.requires_grad_(given.carrier.requires_grad)
+        result = observe.run_plainly(module, args, kwargs)
+        _keep_gradients(entry, result)
+        return result
+
+
+def _keep_gradients(entry: _Entry, result: Any) -> None:
+    for leaf in trees.leaves(result):
+        for part in (leaf.carrier, leaf.also):
+            if part is not None and part.requires_grad:
+                part.register_hook(_keeper(entry, leaf.name))
 
 
 def _keeper(entry: _Entry, name: str) -> Any:
@@ -131,7 +149,7 @@ def _run_alone(module: nn.Module, entry: _Entry, change: Callable[[Tensor], Tens
         pairs = _independent(pairs)
         if pairs and sources:
             ys = [y for y, _ in pairs]
-            grads = torch.autograd.grad(ys, sources, [dy.to(y.dtype) for y, dy in pairs], allow_unused=True)
+            grads = _gradients(ys, sources, [dy.to(y.dtype) for y, dy in pairs])
     finally:
         _put_random_state(before)
         with torch.no_grad():
@@ -142,6 +160,45 @@ def _run_alone(module: nn.Module, entry: _Entry, change: Callable[[Tensor], Tens
         for group, part in ((inputs, grads[: len(inputs)]), (parameters, grads[len(inputs) :]))
     ]
     return _Alone({n: value.detach() for n, (_, value) in results.items()}, kept[0], kept[1], drew)
+
+
+def _gradients(ys: list[Tensor], sources: list[Tensor], dys: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """Gradients of the sources, whose own `.grad` stay as they were.
+
+    Where `checkpoint(use_reentrant=True)` is in the graph, gradients can be had in `.grad` alone; hooks that act on those wait.
+    """
+    if not _reentrant(ys):
+        return torch.autograd.grad(ys, sources, dys, allow_unused=True)
+    with _grads_apart(sources):
+        torch.autograd.backward(ys, dys)
+        return tuple(t.grad for t in sources)
+
+
+@contextmanager
+def _grads_apart(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """A backward in there fills `.grad` of its own, and what users do when a gradient is there, as a step of an optimizer, waits."""
+    before = [(t, t.grad, t._post_accumulate_grad_hooks) for t in tensors]
+    try:
+        for t, _, _ in before:
+            t.grad, t._post_accumulate_grad_hooks = None, None  # type: ignore[assignment]
+        yield
+    finally:
+        for t, grad, hooks in before:
+            t.grad, t._post_accumulate_grad_hooks = grad, hooks
+
+
+def _reentrant(ys: list[Tensor]) -> bool:
+    """Whether a function that is recomputed with a backward of its own is in the graph."""
+    waiting, seen = [y.grad_fn for y in ys], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
 
 
 def _independent(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
@@ -225,16 +282,14 @@ def lockstep(model_a: nn.Module, model_b: nn.Module, step: Callable[[nn.Module],
         below: only this module and those inside it; empty for all.
     """
     capture = _Capture(model_a, below)
-    kept = [(p, p.grad) for p in model_a.parameters()]
     observe.install(capture)
     try:
         loss = step(model_a)
         if loss.requires_grad:
-            loss.backward()
+            with _grads_apart(model_a.parameters()):
+                loss.backward()
     finally:
         observe.remove()
-        for p, grad in kept:
-            p.grad = grad
     writer = _Writer(model_a, model_b)
     others = names.layout(model_b).places
     for entry in capture.entries:
