@@ -31,3 +31,8 @@ def running_node() -> tuple[int, int]:
     """The backward that runs on this thread and the number of its node that does; the largest number where that is not known."""
     number = getattr(_node(), "_sequence_nr", None)
     return _task(), sys.maxsize if number is None else number()
+
+
+def gradient_hooks(t: torch.Tensor) -> dict[int, Any]:
+    """What runs when the tensor's `.grad` has been added to, by the number of the hook: who empties it holds that back."""
+    return getattr(t, "_post_accumulate_grad_hooks", None) or {}

@@ -19,6 +19,7 @@ from ops_nn.debug.figures import measure, unpack
 from ops_nn.debug.numbers import Numbers
 from ops_nn.debug.trace import FORWARD, INPUT, INPUT_GRADIENT, OUTPUT_GRADIENT, PARAMETER, PARAMETER_GRADIENT, Call, Key, Record, Trace
 from ops_nn.debug.verdict import distance
+from ops_nn.features import gradient_hooks
 
 REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError)
 
@@ -177,14 +178,16 @@ def _gradients(ys: list[Tensor], sources: list[Tensor], dys: list[Tensor]) -> tu
 @contextmanager
 def _grads_apart(tensors: Iterable[Tensor]) -> Iterator[None]:
     """A backward in there fills `.grad` of its own, and what users do when a gradient is there, as a step of an optimizer, waits."""
-    before = [(t, t.grad, t._post_accumulate_grad_hooks) for t in tensors]
+    before = [(t, t.grad, hooks, dict(hooks)) for t in tensors for hooks in (gradient_hooks(t),)]
     try:
-        for t, _, _ in before:
-            t.grad, t._post_accumulate_grad_hooks = None, None  # type: ignore[assignment]
+        for t, _, hooks, _ in before:
+            t.grad = None
+            hooks.clear()
         yield
     finally:
-        for t, grad, hooks in before:
-            t.grad, t._post_accumulate_grad_hooks = grad, hooks
+        for t, grad, hooks, kept in before:
+            t.grad = grad
+            hooks.update(kept)
 
 
 def _reentrant(ys: list[Tensor]) -> bool:
