@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +33,7 @@ class ConsistencyChecker:
             fp64's units; a 16-bit tensor may be off by a quarter as many of its own units on top (1.6 % in bf16, 0.2 % in fp16).
         check_gradients: look at gradients too.
         dump_on_failure: write the first culprit's call to a file for `ops-math replay`, where tensors were kept.
-        folder: for those files; by default one of its own below the system's folder for temporary files.
+        folder: for those files; by default one of the user's, below the system's folder for temporary files.
         mode: `light` keeps a fingerprint of 128 bits, sizes, counts and samples of each tensor, of a large weight those of an element of
             every row; `full` reads all and keeps the tensors too, on the CPU.
         observe: `blocks` (the model, its blocks and what stands beside them), `all` modules, or `operators`: all
@@ -158,24 +160,37 @@ class ConsistencyChecker:
             return report
         key = report.first.key
         if self.dump_on_failure:
-            name = f"{key.module or 'model'}-{key.call}-{key.direction.replace(' ', '-')}.safetensors"
-            path = self.folder / name
+            name = f"{key.module or 'model'}-{key.call}-{key.direction.replace(' ', '-')}"
             try:
-                why = replay.dump(path, _to_run(key, a), a, b, self.precision)
+                found = replay.dump(lambda: self.folder, name, _to_run(key, a), a, b, self.precision)
             except OSError as error:
-                why = f"{path} cannot be written ({error.strerror or error})"
-            if why:
-                report.reproduce = f"no file was written: {why}"
+                found = f"{error.filename or 'a file'} cannot be written ({error.strerror or error})"
+            if isinstance(found, str):
+                report.reproduce = f"no file was written: {found}"
             else:
-                report.dumped, report.reproduce = path, f"ops-math replay {path}"
+                report.dumped, report.reproduce = found, f"ops-math replay {found}"
         return report
 
     @property
     def folder(self) -> Path:
-        """Where files for `ops-math replay` go."""
+        """Where files for `ops-math replay` go; made when it is asked for."""
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="ops-math-"))
+            self._folder = _users_folder()
+        self._folder.mkdir(parents=True, exist_ok=True)
         return self._folder
+
+
+def _users_folder() -> Path:
+    """One folder of this user below the system's for temporary files; a new one where the name is taken by what others can write to."""
+    user = os.getuid() if hasattr(os, "getuid") else "files"
+    place = Path(tempfile.gettempdir()) / f"ops-math-{user}"
+    if not os.path.lexists(place):
+        place.mkdir(mode=0o700, exist_ok=True)
+    found = place.lstat()
+    others = stat.S_IMODE(found.st_mode) & 0o077 and os.name == "posix"
+    if not stat.S_ISDIR(found.st_mode) or others or user not in (found.st_uid, "files"):
+        return Path(tempfile.mkdtemp(prefix="ops-math-"))
+    return place
 
 
 def _to_run(key: Key, trace: Trace) -> Key:
