@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ops_nn.debug import lockstep as stepping
 from ops_nn.debug import names, replay
 from ops_nn.debug.compare import Comparison, floors_of
 from ops_nn.debug.observe import FULL, Observer
-from ops_nn.debug.report import Report
+from ops_nn.debug.report import LOCKSTEP, Report
 from ops_nn.debug.trace import ENDED, INPUT_GRADIENT, LIGHT, OUTPUT_GRADIENT, Key, Trace
 
 BLOCKS, ALL, OPERATORS = "blocks", "all", "operators"
@@ -121,8 +121,9 @@ class ConsistencyChecker:
     def lockstep(self, model_a: nn.Module, model_b: nn.Module, batch: Any, only: str = "") -> Report:
         """Feed each module of B the inputs and output gradients of A's, so that errors do not add up and a culprit stands alone.
 
-        A's module runs in float64 too: where both are as far from that, the difference is rounding, whatever its size. All inputs are
-        kept as copies; neither model, nor its gradients, nor PyTorch's generators are changed.
+        A's module runs in float64 too: where both are as far from that, the difference is rounding, whatever its size. Where most weights
+        have another dtype in B, the model in the wider one runs cast as the other, and what is left is not the dtype's doing; a few weights
+        in another dtype are a fault. All inputs are kept as copies; neither model, nor its gradients, nor PyTorch's generators are changed.
 
         Args:
             model_a, model_b: models with the same module names, on one device.
@@ -136,7 +137,7 @@ class ConsistencyChecker:
         for name, model in (("model_a", model_a), ("model_b", model_b)):
             _check_model("lockstep", name, model)
         found = stepping.lockstep(model_a, model_b, _step(batch), only)
-        return self._report(found.a, found.b, found.floors, "lockstep", found.refusals)
+        return self._report(found.a, found.b, found.floors, LOCKSTEP, found.refusals, found.dtypes)
 
     @contextmanager
     def nudged(self, model: nn.Module, seed: int = 0) -> Iterator[nn.Module]:
@@ -154,8 +155,8 @@ class ConsistencyChecker:
                 for p, value in kept:
                     p.copy_(value)
 
-    def _report(self, a: Trace, b: Trace, floors: dict[Key, float], how: str, refusals: Sequence[str] = ()) -> Report:
-        report = Report(Comparison(a, b, self.precision, floors), how, refusals)
+    def _report(self, a: Trace, b: Trace, floors: dict[Key, float], how: str, *about: Any) -> Report:
+        report = Report(Comparison(a, b, self.precision, floors), how, *about)
         if report.first is None:
             return report
         key = report.first.key
