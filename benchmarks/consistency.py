@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import copy
+import itertools
+import math
 import random
 import statistics
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ops_nn.adopt import adopt
-from ops_nn.debug import ConsistencyChecker
+from ops_nn.debug import ConsistencyChecker, Trace
+from ops_nn.debug.figures import step_of
+from ops_nn.debug.trace import PARAMETER
 from ops_nn.debug.verdict import DIFFERENT
 from ops_nn.models import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, build
 
@@ -68,8 +73,18 @@ def traced(checker: ConsistencyChecker, model: nn.Module, dtype: torch.dtype | s
     return trace
 
 
+class Times(NamedTuple):
+    """Of one step [ms]: until the device is done; of the host until it returns; of the processor for this thread; and of the host for
+    entering the trace, forward, backward and leaving it."""
+
+    step: float
+    host: float
+    processor: float
+    phases: tuple[float, float, float, float]
+
+
 class Stepper:
-    """Forward and backward of an adopted model, with a checker or without; no optimizer, whose time would make the share smaller."""
+    """Steps of an adopted model, with a checker or without: forward and backward, or with fused AdamW after them, as in training."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         batch, length = (8, 2048) if name == "llama-1b" else (4, 256)
@@ -79,7 +94,8 @@ class Stepper:
         adopt(self.model)
         vocabulary = self.model.get_parameter("model.embed_tokens.weight").shape[0]
         self.ids = torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(0)).to(device)
-        self.seen = 0
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, weight_decay=0.0, fused=True)  # weights stay what they are
+        self.seen = self.bytes = 0
         self.looks: list[float] = []
 
     def wait(self) -> None:
@@ -87,71 +103,140 @@ class Stepper:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def __call__(self, checker: ConsistencyChecker | None) -> tuple[float, float, float]:
-        """Time of a step, of the host until it returns, and of the processor for this thread [ms]; then, on its own, of looking at the
-        trace, which waits for figures and makes records of them."""
+    def run(self, checker: ConsistencyChecker | None) -> tuple[Trace | None, tuple[float, float, float, float]]:
+        """Forward and backward; what was seen, and times of the host."""
+        times = [time.perf_counter()]
+        watching = contextlib.nullcontext() if checker is None else checker.trace(self.model)
+        with watching as trace:
+            times.append(time.perf_counter())
+            loss = self.model(self.ids, labels=self.ids).loss
+            times.append(time.perf_counter())
+            loss.backward()
+            times.append(time.perf_counter())
+        times.append(time.perf_counter())
+        first, second, third, fourth = ((b - a) * 1e3 for a, b in itertools.pairwise(times))
+        return trace, (first, second, third, fourth)
+
+    def __call__(self, checker: ConsistencyChecker | None, whole: bool = False) -> Times:
+        """A step that is waited for before and after, with the optimizer where it is `whole`; then, on its own, looking at the trace, which
+        waits for figures and makes records of them."""
         self.model.zero_grad()
         self.wait()
         start, worked = time.perf_counter(), time.thread_time()
-        if checker is None:
-            self.model(self.ids, labels=self.ids).loss.backward()
-        else:
-            with checker.trace(self.model) as trace:
-                self.model(self.ids, labels=self.ids).loss.backward()
-        host = time.perf_counter()
-        worked = time.thread_time() - worked
+        trace, phases = self.run(checker)
+        if whole:
+            self.optimizer.step()
+        host, worked = time.perf_counter(), time.thread_time() - worked
         self.wait()
         end = time.perf_counter()
-        if checker is not None:
-            self.seen = len(trace.records)
+        if trace is not None:
+            self.seen, self.bytes = len(trace.records), bytes_read(trace)
             self.looks.append((time.perf_counter() - end) * 1e3)
-        return (end - start) * 1e3, (host - start) * 1e3, worked * 1e3
+        return Times((end - start) * 1e3, (host - start) * 1e3, worked * 1e3, phases)
 
-    def kernels(self, checker: ConsistencyChecker) -> tuple[float, int]:
-        """Time of the figures' kernels in one step [ms], and how many were started."""
+    def in_a_row(self, checker: ConsistencyChecker | None, count: int) -> float:
+        """Time of each of some whole steps of which none is waited for [ms]; a trace is looked at when the step after it was started."""
+        self.wait()
+        start, before = time.perf_counter(), None
+        for _ in range(count):
+            self.model.zero_grad()
+            trace, _ = self.run(checker)
+            self.optimizer.step()
+            if before is not None:
+                self.seen = len(before.records)
+            before = trace
+        self.wait()
+        return (time.perf_counter() - start) * 1e3 / count
+
+    def kernels(self, checker: ConsistencyChecker | None) -> tuple[float, float, int]:
+        """Time of all that the device does in one step [ms]; of that the figures' kernels, and how many were started."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             self(checker)
-        mine = [event for event in profile.key_averages() if event.key in ("_chunk_kernel", "_fold_kernel")]
-        return sum(event.self_device_time_total for event in mine) / 1e3, sum(event.count for event in mine)
+        events = profile.key_averages()
+        mine = [event for event in events if event.key in ("_chunk_kernel", "_fold_kernel", "_gather_kernel")]
+        busy, spent = (sum(event.self_device_time_total for event in found) / 1e3 for found in (events, mine))
+        return busy, spent, sum(event.count for event in mine)
+
+    def copy_rate(self) -> float:
+        """Bytes that a copy reads and writes a second."""
+        x = torch.empty(2**29, dtype=torch.uint8, device=self.device)
+        y, start, end = torch.empty_like(x), torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        y.copy_(x)
+        start.record()
+        for _ in range(8):
+            y.copy_(x)
+        end.record()
+        self.wait()
+        return 16 * x.numel() / (start.elapsed_time(end) / 1e3)
 
 
-def cost(name: str, rounds: int) -> None:
+def bytes_read(trace: Trace) -> int:
+    """How many bytes figures were made of: a tensor that stands at several places once, of a weight what is read of it."""
+    seen = {id(r.figures): (key, r) for key, r in trace.records.items()}
+    return sum(
+        -(-math.prod(r.shape) // (step_of(r.shape) if key.direction == PARAMETER else 1)) * r.torch_dtype.itemsize
+        for key, r in seen.values()
+    )
+
+
+def cost(name: str, rounds: int, row: int) -> None:
     """Interleaved steps A B B A; the median of the rounds' ratios with their quartiles, and the smallest time of each.
 
-    On a CPU also of the processor's time for the thread, which others on the machine change less than the clock's.
+    Forward and backward alone first, then the whole step with fused AdamW, both waited for; then whole steps in a row.
     """
     torch.set_num_threads(1)
     step = Stepper(name, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    where = torch.cuda.get_device_name() if step.device.type == "cuda" else "one thread of a CPU"
+    gpu = step.device.type == "cuda"
+    where = torch.cuda.get_device_name() if gpu else "one thread of a CPU"
     print(f"{name}, {list(step.ids.shape)} tokens, {next(step.model.parameters()).dtype}, {where}, torch {torch.__version__}")
     for label, checker in {"light": ConsistencyChecker(), "light, every module": ConsistencyChecker(observe="all")}.items():
         for _ in range(3):
-            step(None)
-            step(checker)
+            step(None, whole=True)
+            step(checker, whole=True)
         step.looks.clear()
-        ratios, worked, without, traced = [], [], [], []
-        for _ in range(rounds):
-            a, b, c, d = step(None), step(checker), step(checker), step(None)
-            ratios.append((b[0] + c[0]) / (a[0] + d[0]))
-            worked.append((b[2] + c[2]) / (a[2] + d[2]))
-            without += [a, d]
-            traced += [b, c]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        times, host, processor = ([statistics.median(t[n] for t in found) for found in (without, traced)] for n in range(3))
-        least = [min(t[0] for t in found) for found in (without, traced)]
-        print(f"{label}: {middle:.3f} of a step without (quartiles {low:.3f} to {high:.3f}, {rounds} rounds), {step.seen} tensors seen")
-        print(f"    step {times[0]:.2f} and {times[1]:.2f} ms; smallest {least[0]:.2f} and {least[1]:.2f} ms, {least[1] / least[0]:.3f}")
-        print(f"    looking at the trace afterwards {statistics.median(step.looks):.2f} ms")
-        if step.device.type == "cpu":
-            low, middle, high = statistics.quantiles(worked, n=4)
-            least = [min(t[2] for t in found) for found in (without, traced)]
-            print(f"    the processor: {middle:.3f} of its time without (quartiles {low:.3f} to {high:.3f})", end="")
-            print(
-                f", {processor[0]:.2f} and {processor[1]:.2f} ms; smallest {least[0]:.2f} and {least[1]:.2f} ms, {least[1] / least[0]:.3f}"
-            )
+        without, traced = alternated(step, checker, rounds)
+        print(f"{label}, {step.seen} tensors seen, {step.bytes / 1e6:.0f} MB; forward and backward:")
+        told([t.step for t in without], [t.step for t in traced])
+        host = [statistics.median(t.host for t in found) for found in (without, traced)]
+        phases = [[statistics.median(t.phases[n] for t in found) for n in range(4)] for found in (without, traced)]
+        print(f"    host until it returns {host[0]:.2f} and {host[1]:.2f} ms: entering the trace {phases[1][0]:.2f},", end=" ")
+        print(f"forward {phases[0][1]:.2f} and {phases[1][1]:.2f}, backward {phases[0][2]:.2f} and {phases[1][2]:.2f},", end=" ")
+        print(f"leaving it {phases[1][3]:.2f}; looking at it afterwards {statistics.median(step.looks):.2f}")
+        if gpu:
+            (busy, _, _), (traced_busy, spent, count) = step.kernels(None), step.kernels(checker)
+            rate = step.bytes / spent * 1e3
+            print(f"    the device is busy for {busy:.2f} and {traced_busy:.2f} ms;", end=" ")
+            print(f"{count} kernels of figures, {spent:.3f} ms, {rate / 1e12:.2f} TB/s, {rate / step.copy_rate():.2f} of a copy's")
         else:
-            spent, count = step.kernels(checker)
-            print(f"    host until it returns {host[0]:.2f} and {host[1]:.2f} ms; {count} kernels of figures, {spent:.3f} ms")
+            print("    the processor's time for the thread:")
+            told([t.processor for t in without], [t.processor for t in traced])
+        few = max(2, rounds // 2)
+        print("    the whole step, with fused AdamW:")
+        told(*([t.step for t in found] for found in alternated(step, checker, few, whole=True)))
+        if row and gpu:  # on a CPU every step is waited for
+            print(f"    {row} whole steps in a row, none waited for, each trace looked at a step later:")
+            step.in_a_row(checker, 2)
+            runs = [[step.in_a_row(each, row) for each in (None, checker, checker, None)] for _ in range(max(2, rounds // 4))]
+            told([t for run in runs for t in run[::3]], [t for run in runs for t in run[1:3]])
+
+
+def alternated(step: Stepper, checker: ConsistencyChecker, rounds: int, whole: bool = False) -> tuple[list[Times], list[Times]]:
+    """Times without and with."""
+    without, traced = [], []
+    for _ in range(rounds):
+        a, b, c, d = step(None, whole), step(checker, whole), step(checker, whole), step(None, whole)
+        without += [a, d]
+        traced += [b, c]
+    return without, traced
+
+
+def told(without: list[float], traced: list[float]) -> None:
+    """A line: two of each belong to a round."""
+    ratios = [(traced[n] + traced[n + 1]) / (without[n] + without[n + 1]) for n in range(0, len(without), 2)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    times, least = [statistics.median(found) for found in (without, traced)], [min(found) for found in (without, traced)]
+    print(f"    {middle:.3f} of that without (quartiles {low:.3f} to {high:.3f}, {len(ratios)} rounds);", end=" ")
+    print(f"{times[0]:.2f} and {times[1]:.2f} ms; smallest {least[0]:.2f} and {least[1]:.2f} ms, {least[1] / least[0]:.3f}", flush=True)
 
 
 def plant(module: Any, kind: str, amount: float) -> None:
@@ -228,9 +313,10 @@ def main() -> None:
     parser.add_argument("what", choices=("cost", "faults", "alarms"))
     parser.add_argument("--model", choices=("llama-tiny", "llama-1b"), default="llama-tiny", help="for cost")
     parser.add_argument("--rounds", type=int, default=8, help="for cost: of four steps, two with the checker and two without")
+    parser.add_argument("--in-a-row", type=int, default=4, help="for cost on a GPU: steps that are not waited for; 0 leaves them out")
     arguments = parser.parse_args()
     if arguments.what == "cost":
-        cost(arguments.model, arguments.rounds)
+        cost(arguments.model, arguments.rounds, arguments.in_a_row)
     else:
         {"faults": faults, "alarms": alarms}[arguments.what]()
 

@@ -34,10 +34,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 KERNEL_FAULTS = {
     "a column too few": ("(columns < NARROW) & (behind", "(columns < NARROW - 1) & (behind"),
-    "both widths alike": ("behind = (row + rows) * NARROW + columns", "behind = (row + rows) * WIDE + columns"),
+    "both widths alike": ("columns, (row + rows) * NARROW + columns", "columns, (row + rows) * WIDE + columns"),
+    "both widths of whole chunks alike": ("rows * WIDE + columns, rows * NARROW + columns", "rows * WIDE + columns, rows * WIDE + columns"),
+    "steps of whole chunks of one width": ("step * (SLAB_ROWS * NARROW) + behind", "step * (SLAB_ROWS * WIDE) + behind"),
     "the last row forgotten": ("tl.cdiv(left, NARROW).to(tl.int32)", "(left // NARROW).to(tl.int32)"),
+    "the last row of whole chunks forgotten": ("mask=column < CHUNK_WORDS - last", "mask=column < 0"),
+    "the last row of whole chunks too long": ("mask=column < CHUNK_WORDS - last", "mask=column <= CHUNK_WORDS - last"),
     "the last bytes forgotten": ("- 1\n        words = tl.where", "- 1 & 0\n        words = tl.where"),
     "bytes behind the end": ("if (rest > 0) & (first", "if (rest > 8) & (first"),
+    "a chunk that is not whole taken for one": ("(first + CHUNK_WORDS) * 8 > num_bytes", "(first + CHUNK_WORDS // 2) * 8 > num_bytes"),
+    "one step for all": ("tl.minimum(step + 1, CHUNK_SLABS - 1)", "tl.minimum(step + 1, 1)"),
     "high bits forgotten": ("+ (wide >> 32) *", "+ (wide >> 63) *"),
     "high bits of one width forgotten": ("(narrow >> 32) *", "(narrow >> 63) *"),
     "halves alike": ("factors_ptr + half * 2 * (WIDE + NARROW)", "factors_ptr + half * 0 * (WIDE + NARROW)"),
@@ -45,20 +51,43 @@ KERNEL_FAULTS = {
     "every chunk the first": ("first = chunk * CHUNK_WORDS", "first = chunk * 0"),
     "the second piece twice": ("(words >> (PIECE * 16)) << 16)", "(words >> (PIECE // 2 * 32)) << 16)"),
     "a sign that counts": ("& 0x7FFFFFFF\n", "& -1\n"),
-    "NaN as infinity": ("nans += (bits > end)", "nans += (bits >= end)"),
-    "infinity forgotten": (">= end:\n", "> end:\n"),
+    "a sign that counts in whole chunks": ("else tl.abs(value)", "else value"),
+    "NaN as infinity": ("(bits > end).to", "(bits >= end).to"),
+    "NaN overlooked": ("again = not sound", "again = (peak > 0) & ((total < SMALL) | (total >= LARGE))"),
     "what is not finite is kept": ("value = tl.where(bits >= end, 0.0, value)", "value = tl.where(bits > end, 0.0, value)"),
+    "the largest is not finite": ("tl.where(bits >= end, 0, bits)", "tl.where(bits > end, 0, bits)"),
+    "squares lost below the range": ("(total >= SMALL)", "(total > 0)"),
+    "all squares lost below the range": ("& (peak == 0)", "& (peak >= 0)"),
+    "squares lost above the range": ("(total < LARGE)", "(total >= 0)"),
     "slabs of one sign": ("_mixed(slab + row // SLAB_ROWS)", "_mixed(slab + row * 0)"),
-    "chunks of one sign": ("chunk * CHUNK_SLABS, num_bytes, KIND, PIECES, True", "chunk * 0, num_bytes, KIND, PIECES, True"),
-    "blocks of one sign": ("* PIECES // SKETCH) * sign", "* PIECES // SKETCH * 0) * sign"),
+    "slabs of whole chunks of one sign": ("_mixed(slab + step)", "_mixed(slab + step * 0)"),
+    "chunks of one sign": ("chunk * CHUNK_SLABS, num_bytes, KIND", "chunk * 0, num_bytes, KIND"),
+    "whole chunks of one sign": ("chunk * CHUNK_SLABS, KIND", "chunk * 0, KIND"),
+    "blocks of one sign": ("(rows * WIDE + columns) * PIECES // SKETCH", "(rows * WIDE + columns) * PIECES // SKETCH * 0"),
+    "blocks of whole chunks of one sign": ("places * PIECES // SKETCH)", "places * PIECES // SKETCH * 0)"),
     "pieces in one place": ("* PIECES + PIECE, together", "* PIECES, together"),
+    "the third piece in the place of the second": (
+        "s2 += t2 * sign\n                s3 += t3 * sign\n            squares",
+        "s1 += t2 * sign\n                s3 += t3 * sign\n            squares",
+    ),
     "the last sample missed": ("(count - 1) // (SAMPLES - 1)", "(count - 1) // SAMPLES"),
     "samples of every chunk": ("if chunk == 0:", "if chunk >= 0:"),
     "parts of another tensor": ("(first_float + start + parts)", "(start + parts)"),
     "hashes of another tensor": ("(first_hash + start + parts)", "(start + parts)"),
     "largest added up": ("tl.arange(0, COLUMNS) == 1", "tl.arange(0, COLUMNS) == -1"),
     "chunks of one tensor for all": ("begins.repeat_interleave(repeats)", "0 * begins.repeat_interleave(repeats)"),
-    "squares of one chunk": ("tl.store(out_ptr, tl.sum(tl.sum(squares, 1), 0))", "tl.store(out_ptr, tl.sum(tl.max(squares, 1), 0))"),
+    "squares of one column": ("tl.store(out_ptr, tl.sum(squares, 0))", "tl.store(out_ptr, tl.max(squares, 0))"),
+    "squares of one row": ("squares += tl.sum(some, 0)", "squares += tl.max(some, 0)"),
+}
+GATHER_FAULTS = {
+    "neighbours": ("places * step, mask", "places, mask"),
+    "one block for all": ("+= number * GATHERED * steps * size", "+= number * 0"),
+    "blocks on top of each other": ("gather[:, 3] += number * GATHERED", "gather[:, 3] += number * 0"),
+    "a block too short": (".clamp(max=GATHERED)", ".clamp(max=GATHERED - 1)"),
+    "tensors on top of each other": ("step, 0, begin * 8 // size]", "step, 0, 0]"),
+    "an element too few": ("counts = [-(-length // step)", "counts = [length // step"),
+    "rows of another tensor": ("[found[n] for n in range(len(tensors))]", "list(found.values())"),
+    "always the first places": ("places = tuple((tensors[n].data_ptr()", "places = tuple((tensors[numbers[0]].data_ptr()"),
 }
 HOST_FAULTS = {
     "the rest of a row forgotten": (".add_(words.as_strided(", ".mul_(1 + 0 * words.as_strided("),
@@ -101,6 +130,11 @@ def cases() -> list[tuple[list[list[torch.Tensor]], bool]]:
         y = x[: CHUNK_BYTES // dtype.itemsize + 57001].clone()
         x[7], y[-1] = math.nan, math.inf
         found.append(([[x, drawn(3000, dtype)], [y]], True))
+    for dtype in DTYPES[2:6]:  # a whole chunk, and the first words of another
+        found.append(([[drawn(CHUNK_BYTES // dtype.itemsize + 3, dtype)]], True))
+    whole = drawn(CHUNK_BYTES // 4, torch.float32)
+    found.append(([[whole * 2e-24], [whole * 1e-25], [whole * 1e25], [whole * 0], [-whole.abs()]], True))
+    found.append(([[whole[: 3 * whole.numel() // 4]]], True))  # behind its end there is more
     found.append(([[drawn(3000, torch.float32)], [-drawn(3000, torch.float32).abs()], [drawn(5, torch.float32)]], False))
     found.append(([[drawn(2001, torch.float32)] * eager.KEPT + [drawn(700, torch.float32)]], True))
     found.append(([[drawn(3001, torch.float32) * 1e-30, drawn(3001, torch.float32) * 1e30]], False))
@@ -129,6 +163,23 @@ def filled(make: Callable[[], Any]) -> Iterator[torch.Tensor]:
         for tensors in groups:
             rows.add(tensors, sketch)
         yield rows.fetch()
+
+
+def thinned(make: Callable[[], Any]) -> Iterator[torch.Tensor]:
+    """Rows of every so-many-th element: twice of the same places, then of others that hold other values."""
+    shapes = ((torch.float32, 9001, 7), (torch.bfloat16, 20001, 5), (torch.float32, 5, 1), (torch.bfloat16, 3, 251), (torch.int64, 50, 3))
+    tensors = [drawn(count, dtype) for dtype, count, _ in shapes] + [torch.empty(0), drawn(9000, torch.bfloat16)[1:]]
+    steps = [step for _, _, step in shapes] + [9, 4]
+    others = [drawn(t.numel(), t.dtype, 5) for t in tensors]
+    for some in (tensors, tensors, others):
+        rows = make()
+        rows.add_every(some, steps, True)
+        rows.add([some[0]], True)
+        yield rows.fetch()
+        tensors[0].neg_()
+    exotic = make()
+    exotic.add_every([drawn(900, torch.int8), drawn(900, torch.float32)], [3, 4], True)
+    yield exotic.fetch()
 
 
 def tables(here: Iterable[torch.Tensor], there: Iterable[torch.Tensor]) -> Iterator[str]:
@@ -173,6 +224,11 @@ def main(folder: Path) -> None:
         wrong = planted(folder, "triton_gpu", change)
         if not any(tables(host, filled(lambda wrong=wrong: wrong.Rows(CPU)))):
             result["escaped"].append(f"kernel: {fault}")
+    result["broken"] += list(tables(thinned(eager.Rows), thinned(lambda: triton_gpu.Rows(CPU))))
+    for fault, change in GATHER_FAULTS.items():
+        wrong = planted(folder, "triton_gpu", change)
+        if not any(tables(thinned(eager.Rows), thinned(lambda wrong=wrong: wrong.Rows(CPU)))):
+            result["escaped"].append(f"gather: {fault}")
     for fault, change in HOST_FAULTS.items():
         if not any(tables(filled(planted(folder, "eager", change).Rows), made)):
             result["escaped"].append(f"host: {fault}")
@@ -204,7 +260,7 @@ def test_every_configuration_compiles_within_the_device_and_the_first_without_sp
 
 
 def compiled(kind: int, size: int, config: object, facts: backends.Device) -> list[tuple[str, null.Resources]]:
-    """Name and resources of both kernels, with a table of several tensors and without."""
+    """Name and resources of every kernel, with a table of several tensors and without."""
     from ops_math.ops.figures import triton_gpu
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -214,11 +270,13 @@ def compiled(kind: int, size: int, config: object, facts: backends.Device) -> li
     with null.pretend(facts) as kernels:
         for table in (False, True):
             arguments = (empty(99), empty(3, 4), empty(2, 2, COLUMNS), empty(512, dtype=torch.float32), empty(9, 2), floats, 792)
-            constants = {"KIND": kind, "PIECES": 8 // size if kind else 1, "SKETCHED": True, "TABLE": table, "ROWS": config.rows}
+            constants = {"KIND": kind, "PIECES": 8 // size if kind else 1, "SKETCHED": True, "TABLE": table, "AHEAD": config.ahead}
             triton_gpu.launch(triton_gpu._chunk_kernel, (3,), *arguments, num_warps=config.num_warps, **constants)
         out = empty(3, LENGTH, dtype=torch.float64)
         triton_gpu.launch(triton_gpu._fold_kernel, (3,), empty(9, 2), floats, empty(3, 4), out, PARTS=triton_gpu.FOLDED, COLUMNS=128)
-        assert len(kernels) == 3
+        words = torch.empty(9, dtype=torch.int64, device="meta")
+        triton_gpu.launch(triton_gpu._gather_kernel, (3,), empty(9, 4), words, SIZE=max(size, 2), BLOCK=triton_gpu.GATHERED)
+        assert len(kernels) == 4
         found = [(name, null.resources(kernel)) for name, kernel in kernels]
         kernels.clear()
     return found
@@ -238,6 +296,22 @@ def test_a_gpu_has_the_bits_of_the_host(dtype):
     there.add_all([t.cuda() for t in tensors])
     assert there.copied_from == set()
     assert differences(here.fetch(), there.fetch()) == []
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_every_so_many_th_element_where_it_is_now():
+    import ops_math as om
+
+    tensors = [drawn(200 * 300, torch.bfloat16).view(200, 300), drawn(50 * 300, torch.float32).view(50, 300), drawn(64, torch.bfloat16)]
+    there = [t.cuda() for t in tensors]
+    turned = torch.randn(400, 90).t()
+    for scale in (1.0, 1.0, 2.0):
+        for t in (*tensors, *there):
+            t.mul_(scale)
+        here, gpu = om.FigureTable(), om.FigureTable()
+        here.add_all([*tensors, turned], steps=[299, 251, 1, 7])
+        gpu.add_all([*there, turned.cuda()], steps=[299, 251, 1, 7])
+        assert differences(here.fetch(), gpu.fetch()) == []
 
 
 @pytest.mark.gpu

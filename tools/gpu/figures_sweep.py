@@ -15,7 +15,13 @@ from ops_math.ops.figures import eager, triton_gpu
 from ops_math.ops.figures.problem import HASH_AT
 
 REPEATS = 20
-SHAPES = {torch.float32: ((16384, 8192), (2048, 2048), (256, 1024)), torch.bfloat16: ((16384, 16384), (2048, 8192), (2048, 512))}
+SHAPES = {
+    torch.float32: ((16384, 8192), (2048, 2048), (256, 1024)),
+    torch.bfloat16: ((16384, 16384), (16384, 2048), (2048, 8192), (2048, 512)),
+}
+
+
+TOGETHER = 48  # tensors of the last shape but one, as the gradients of a model: they are looked at by one kernel, through a table
 
 
 def kernel_us(call: object, word: str) -> float:
@@ -40,6 +46,7 @@ def main() -> None:
             host = eager.Rows()
             host.add([x.cpu()], False)
             bits = host.fetch()[0, HASH_AT:].view(torch.int64)
+            many = [x.clone() for _ in range(TOGETHER if shape == shapes[-2] else 0)]
             other = torch.empty_like(x)
             copy = kernel_us(lambda x=x, other=other: other.copy_(x), "")
             for config in triton_gpu.CONFIGS:
@@ -49,7 +56,14 @@ def main() -> None:
                     right = torch.equal(rows.fetch()[0, HASH_AT:].view(torch.int64), bits)
                     told = f"{x.nbytes / time / 1e3:7.0f} GB/s, share {copy / 2 / time:.2f}, {'right' if right else 'WRONG'}"
                     print(
-                        f"{str(dtype)[6:]:9} {list(shape)!s:15} {tuple(config)!s:8} sketch {sketch!s:5} {time:9.1f} us {told}", flush=True
+                        f"{str(dtype)[6:]:9} {list(shape)!s:15} {tuple(config)!s:11} sketch {sketch!s:5} {time:9.1f} us {told}", flush=True
+                    )
+                if many:
+                    rows = triton_gpu.Rows(device, config)
+                    time = kernel_us(lambda many=many, rows=rows: rows.add(many, True), "_chunk_kernel")
+                    told = f"{x.nbytes * len(many) / time / 1e3:7.0f} GB/s, share {copy / 2 * len(many) / time:.2f}"
+                    print(
+                        f"{str(dtype)[6:]:9} {list(shape)!s:15} {tuple(config)!s:11} {len(many)} at once {time:10.1f} us {told}", flush=True
                     )
 
 

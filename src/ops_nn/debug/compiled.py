@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ops_nn.debug.names import Layout
+from ops_nn.debug.standing import Standing
 from ops_nn.debug.trace import Trace
 
 LOOK = "not; trace under torch.compiler.set_stance('force_eager') to look inside"
 NO_CALL = "no call of a module was seen, as where a function that calls the model is compiled: parameters and gradients alone are"
 
 
-def notes(trace: Trace, layout: Layout, graded: bool) -> list[str]:
+def notes(trace: Trace, standing: Standing, graded: bool) -> list[str]:
     """Mark in the trace the modules whose inside was not seen, and say so, and how it can be; `graded` says that weights got gradients."""
     called = {call.module for call in trace.calls}
-    found = unseen(layout, called)
+    found = unseen(standing, called)
     for path in found:
         trace.modules[path]["compiled"] = True
     return [words(found)] * bool(found) + [NO_CALL] * (graded and not called)
 
 
-def unseen(layout: Layout, called: Collection[str]) -> dict[str, list[str]]:
+def unseen(standing: Standing, called: Collection[str]) -> dict[str, list[str]]:
     """The compiled modules whose inner ones were not called as such, with the names of those."""
-    inside = {path: [n for n in layout.places if n != path and (not path or n.startswith(f"{path}."))] for path in layout.compiled}
+    inside = {path: [n for n in standing.places if n != path and (not path or n.startswith(f"{path}."))] for path in standing.compiled}
     return {path: below for path, below in inside.items() if not set(called) & set(below)}
 
 

@@ -120,22 +120,6 @@ def thinned(t: Tensor) -> Tensor:
     return t if step == 1 else t.detach().reshape(-1)[::step]
 
 
-def together(tensors: list[Tensor]) -> list[Tensor]:
-    """The same, but that those which are not contiguous are copied, at once for each kind, and begin at multiples of eight elements."""
-    made = list(tensors)
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for number, t in enumerate(tensors):
-        if not t.is_contiguous():
-            groups.setdefault((t.device, t.dtype), []).append(number)
-    for (device, dtype), numbers in groups.items():
-        gap = torch.zeros(8, dtype=dtype, device=device)
-        gaps = [gap.narrow(0, 0, n) for n in range(8)]
-        parts = [part for n in numbers for part in (tensors[n], gaps[-tensors[n].numel() % 8])]
-        for number, part in zip(numbers, torch.cat(parts).split([p.numel() for p in parts])[::2], strict=True):
-            made[number] = part
-    return made
-
-
 def unpack(row: Tensor, count: int) -> Figures:
     """Figures from a row that has arrived on the CPU.
 

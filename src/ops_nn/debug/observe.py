@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import ops_math as om
-from ops_nn.debug import compiled, names, recipe, trees
+from ops_nn.debug import compiled, names, recipe, standing, trees
 from ops_nn.debug.arriving import Pending, records_of
-from ops_nn.debug.figures import thinned, together
+from ops_nn.debug.figures import step_of
 from ops_nn.debug.numbers import Numbers
 from ops_nn.debug.operators import Operators
 from ops_nn.debug.trace import (
@@ -29,7 +29,6 @@ from ops_nn.debug.trace import (
     INPUT,
     INPUT_GRADIENT,
     OUTPUT_GRADIENT,
-    PARAMETER,
     PARAMETER_GRADIENT,
     Call,
     Key,
@@ -112,6 +111,8 @@ def run_plainly(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _local(t: Tensor) -> Tensor:
     """The part of a sharded tensor that this rank holds."""
+    if type(t) in standing.ORDINARY:
+        return t
     to_local = getattr(t.detach(), "to_local", None) if hasattr(t, "to_local") else None
     return t if to_local is None else to_local()
 
@@ -126,9 +127,8 @@ class Observer:
 
     def __init__(self, trace: Trace, model: nn.Module, gradients: bool, every_module: bool, limit_bytes: int, operators: bool) -> None:
         self.trace, self.gradients, self.limit = trace, gradients, limit_bytes
-        self.layout = names.layout(model)
-        chosen = self.layout.places if every_module else names.blocks(self.layout)
-        self.paths = {id(place.module): path for path, place in self.layout.places.items() if path in chosen}
+        self.standing = standing.of(model, every_module)
+        self.paths = self.standing.paths
         self.numbers = Numbers()
         self.operations: dict[str, int] = {}
         self.outside: set[Key] = set()  # gradients of what recomputed functions are given, read where they are summed
@@ -142,21 +142,20 @@ class Observer:
         self.active = True
         self.operators = Operators(self._operator) if operators else None
         self.device = next((p.device.type for p in model.parameters()), "cpu")
-        self._describe(model)
+        self._describe()
 
-    def _describe(self, model: nn.Module) -> None:
-        trace = self.trace
-        for path, place in self.layout.places.items():
-            trace.modules[path] = {"facts": names.facts(place.module), "aliases": list(place.aliases)}
+    def _describe(self) -> None:
+        trace, found = self.trace, self.standing
+        for path, facts in found.facts.items():
+            trace.modules[path] = {"facts": facts, "aliases": list(found.aliases.get(path, ()))}
             if trace.mode == FULL:
-                trace.modules[path]["recipe"] = recipe.describe(names.unwrapped(place.module))
-        trace.ties = names.ties(self.layout)
-        if self.layout.removed:
-            self.note(f"taken out of names: {', '.join(self.layout.removed)}")
-        for path, place in self.layout.places.items():
-            if place.aliases:
-                self.note(f"{path} is also {', '.join(place.aliases)}: its calls are numbered under the first name")
-        if any(p.grad is not None for p in model.parameters()):
+                trace.modules[path]["recipe"] = recipe.describe(names.unwrapped(found.places[path]))
+        trace.ties = found.ties
+        if found.removed:
+            self.note(f"taken out of names: {', '.join(found.removed)}")
+        for path, others in found.aliases.items():
+            self.note(f"{path} is also {', '.join(others)}: its calls are numbered under the first name")
+        if found.graded:
             self.note("parameters held gradients when the trace began: what it shows of them is the sum")
 
     def note(self, words: str) -> None:
@@ -170,9 +169,9 @@ class Observer:
             UnsupportedError: where another trace is open.
         """
         check_free()
-        held = [(Key(path, 0, PARAMETER, name), value) for (path, name), value in names.tensors_of(self.layout).items()]
+        held = self.standing.held
         if self.trace.mode == FULL:
-            self.see_all(held)
+            self.see_all([(item.key, item.tensor) for item in held])
         else:
             self._see_weights(held)
         install(self)
@@ -189,11 +188,8 @@ class Observer:
         """Read the parameters' gradients and send all figures to the trace, which waits for them when it is looked at."""
         self.active = False
         if self.gradients:
-            found = [
-                (Key(path, 0, PARAMETER_GRADIENT, name), value.grad)
-                for (path, name), value in names.tensors_of(self.layout).items()
-                if isinstance(value, nn.Parameter) and value.grad is not None
-            ]
+            held = [item for item in self.standing.held_now() if isinstance(item.tensor, nn.Parameter)]
+            found = [(item.gradient, gradient) for item in held if (gradient := item.tensor.grad) is not None]
             self.see_all(found)
             if not found and any(p.key.direction == OUTPUT_GRADIENT for p in self.pending):
                 self.note("no parameter held a gradient when the trace ended: end it before optimizer.zero_grad()")
@@ -202,7 +198,7 @@ class Observer:
         self.halves.clear()
         if self.numbers.again:
             self.note("activation checkpointing: modules that were recomputed in the backward count once")
-        for words in compiled.notes(self.trace, self.layout, any(p.key.direction == PARAMETER_GRADIENT for p in self.pending)):
+        for words in compiled.notes(self.trace, self.standing, any(p.key.direction == PARAMETER_GRADIENT for p in self.pending)):
             self.note(words)
         self.trace.will_have(records_of(self.table, self.pending))
         for kind in sorted(self.table.copied_from):
@@ -234,17 +230,28 @@ class Observer:
 
     def _found(self, key: Key, given: Tensor, t: Tensor, row: int, kept: Tensor | None, lasting: bool) -> None:
         self.pending.append(Pending(key, tuple(t.shape), t.stride(), _name(t.dtype), row, kept))
-        if lasting and type(given) in (Tensor, nn.Parameter) and not given.is_inference():
+        if lasting and type(given) in standing.ORDINARY and not given.is_inference():
             self.seen[given.data_ptr()] = _Seen(weakref.ref(given), given._version, row, kept)
 
-    def _see_weights(self, held: list[tuple[Key, Tensor]]) -> None:
-        """Take the figures of what a light trace reads of weights, copied together; they are nobody's else, so nothing is remembered."""
-        local = [(key, _local(value)) for key, value in held]
-        found = [(key, t, _identity(t)) for key, t in local if self._can_see(key, t)]
-        new = {name: t for _, t, name in found}
-        rows = dict(zip(new, self.table.add_all(together([thinned(t) for t in new.values()])), strict=True))
-        for key, t, name in found:
-            self.pending.append(Pending(key, tuple(t.shape), t.stride(), _name(t.dtype), rows[name], None))
+    def _see_weights(self, held: list[standing.Held]) -> None:
+        """Take the figures of what a light trace reads of weights, copied together; they are nobody's else, so nothing is remembered but,
+        for the next trace, which they are."""
+        known = self.standing.kept.get("weights")
+        if known is None or _captured(self.device):
+            local = [(item.key, _local(item.tensor)) for item in held]
+            found = [(key, t, _identity(t)) for key, t in local if self._can_see(key, t)]
+            new = {name: t for _, t, name in found}
+            rows = {name: row for row, name in enumerate(new)}
+            pending = [Pending(key, tuple(t.shape), t.stride(), _name(t.dtype), rows[name], None) for key, t, name in found]
+            tensors, steps = list(new.values()), [step_of(t.shape) for t in new.values()]
+            if len(found) == len(held):
+                firsts = {name: number for number, (_, _, name) in reversed(list(enumerate(found)))}
+                self.standing.kept["weights"] = [firsts[name] for name in new], steps, pending
+        else:
+            places, steps, pending = known
+            tensors = [held[number].tensor for number in places]
+        self.table.add_all(tensors, steps=steps)  # the first of the table
+        self.pending += pending
 
     def _can_see(self, key: Key, t: Tensor) -> bool:
         if not _seen_whole(t):
@@ -383,6 +390,10 @@ class Observer:
                 self.see(key, gradient)
 
         return read
+
+
+def _captured(device: Any) -> bool:
+    return bool(torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def _version(t: Tensor) -> int:

@@ -203,6 +203,22 @@ class _Sketches:
         return rows, self.parts[: len(rows)].double().sum(1)
 
 
+def _together_in_memory(tensors: list[Tensor]) -> list[Tensor]:
+    """The same, but that those which are not contiguous are copied, at once for each dtype, and begin at multiples of eight elements."""
+    made = list(tensors)
+    groups: dict[torch.dtype, list[int]] = {}
+    for number, t in enumerate(tensors):
+        if not t.is_contiguous():
+            groups.setdefault(t.dtype, []).append(number)
+    for dtype, numbers in groups.items():
+        gap = torch.zeros(8, dtype=dtype)
+        gaps = [gap.narrow(0, 0, n) for n in range(8)]
+        parts = [part for n in numbers for part in (tensors[n], gaps[-tensors[n].numel() % 8])]
+        for number, part in zip(numbers, torch.cat(parts).split([p.numel() for p in parts])[::2], strict=True):
+            made[number] = part
+    return made
+
+
 class Rows:
     """The figures of tensors on the CPU, a row each, in the order in which they are added."""
 
@@ -231,6 +247,10 @@ class Rows:
         """Take contiguous tensors [N]; they may be written to afterwards."""
         for flat in tensors:
             self._add(flat, sketch)
+
+    def add_every(self, tensors: list[Tensor], steps: list[int], sketch: bool) -> None:
+        """Take every so-many-th element of each; they are copied together."""
+        self.add(_together_in_memory([t[::step] for t, step in zip(tensors, steps, strict=True)]), sketch)
 
     def _add(self, flat: Tensor, sketch: bool) -> None:
         row, count = self.count, flat.numel()
@@ -342,7 +362,7 @@ class Rows:
             values = _finite(values)
             low, high = values.amin().item(), values.amax().item()
             squares = _squares(values)
-        top = max(-low, high)
+        top = max(-low, high) + 0.0  # of zeros alone not -0.0
         if values.dtype == torch.float32 and top and not SMALL < squares < math.inf:
             squares = values.double().square_().sum().item()
         return Sizes(squares, top, nans, infinities)

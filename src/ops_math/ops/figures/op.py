@@ -17,7 +17,9 @@ from torch import Tensor
 
 from ops_math import checks
 from ops_math.ops.figures import eager
-from ops_math.ops.figures.problem import LENGTH, LENGTH_FACTORS, signed
+from ops_math.ops.figures.problem import COUNTED, LENGTH, LENGTH_FACTORS, signed
+
+_ORDINARY, _STRIDED = frozenset((Tensor, torch.nn.Parameter)), torch.strided
 
 
 class FigureTable:
@@ -60,27 +62,46 @@ class FigureTable:
             The number of its row.
         """
         with self._lock:
-            flat = _flat(tensor)
+            flat = tensor if _is_usual(tensor) else _flat(tensor)
             part = self._part(flat.device)
             self._order.append((part, part.count))
             self._bytes.append(flat.nbytes)
             part.add([flat if flat.device == part.device else flat.to(part.device)], sketch)
             return len(self._order) - 1
 
-    def add_all(self, tensors: list[Tensor], sketch: bool = True) -> list[int]:
-        """Take the figures of several tensors, on a GPU with one kernel for those of one kind; numbers of rows as from `add`."""
+    def add_all(self, tensors: list[Tensor], sketch: bool = True, steps: list[int] | None = None) -> list[int]:
+        """Take the figures of several tensors, on a GPU with one kernel for those of one kind.
+
+        Args:
+            tensors: as for `add`.
+            sketch: as for `add`.
+            steps: for each tensor, that only every so-many-th of its elements is meant, from the first on; a GPU does not wait for that
+                where the same was asked of the same places in memory before.
+
+        Returns:
+            Numbers of rows, as from `add`.
+        """
         with self._lock:
             first = len(self._order)
-            groups: dict[torch.device, list[Tensor]] = {}
-            for tensor in tensors:
-                flat = _flat(tensor)
+            groups: dict[Any, tuple[list[Tensor], list[int]]] = {}
+            for number, tensor in enumerate(tensors):
+                step = 1 if steps is None else steps[number]
+                if step > 1 and tensor.is_complex():  # a pair is one element
+                    tensor, step = tensor.detach().reshape(-1)[::step], 1
+                flat = tensor if _is_usual(tensor) else _flat(tensor)
                 part = self._part(flat.device)
-                together = groups.setdefault(part.device, [])
-                self._order.append((part, part.count + len(together)))
-                self._bytes.append(flat.nbytes)
-                together.append(flat if flat.device == part.device else flat.to(part.device))
-            for device, together in groups.items():
-                self._parts[device].add(together, sketch)
+                found = groups.get(part)
+                if found is None:
+                    found = groups[part] = ([], [])
+                self._order.append((part, part.count + len(found[0])))
+                self._bytes.append(-(-flat.numel() // step) * flat.element_size())
+                found[0].append(flat if flat.device == part.device else flat.to(part.device))
+                found[1].append(step)
+            for part, (mine, every) in groups.items():
+                if steps is None:
+                    part.add(mine, sketch)
+                else:
+                    part.add_every(mine, every, sketch)
             return list(range(first, len(self._order)))
 
     def fetch(self) -> Tensor:
@@ -129,6 +150,19 @@ def _rows(device: torch.device) -> Any:
     from ops_math.ops.figures import triton_gpu
 
     return triton_gpu.Rows(device)
+
+
+def _is_usual(tensor: Tensor) -> bool:
+    """Whether it can be read by its address and length alone, as most can on a GPU, where making a view takes longer than this."""
+    return (
+        type(tensor) in _ORDINARY
+        and tensor.device.type == "cuda"
+        and tensor.layout is _STRIDED
+        and tensor.dtype in COUNTED
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_nested
+    )
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -183,6 +183,19 @@ def test_every_figure_is_right_on_both_sides_of_where_tensors_go_another_way(dty
         assert (found - row(x))[SKETCH_AT:SAMPLES_AT].sub(signs).abs().max().item() <= 3e-7 * found[0].sqrt().item()
 
 
+@pytest.mark.parametrize("dtype", [*FLOATING, torch.int64, torch.bool, torch.complex64], ids=str)
+def test_every_so_many_th_element_has_the_figures_of_those_elements_alone(dtype):
+    real = torch.float32 if dtype.is_complex else dtype
+    tensors = [drawn(n, real) for n in (0, 1, 7, 5000)] + [drawn(6000, real).view(60, 100), drawn(6000, real).view(60, 100).t()]
+    tensors = [torch.complex(t, t) if dtype.is_complex else t for t in tensors]
+    steps = [3, 251, 1, 7, 99, 99]
+    table, expected = om.FigureTable(), om.FigureTable()
+    assert table.add_all(tensors, steps=steps) == list(range(6))
+    for t, step in zip(tensors, steps, strict=True):
+        expected.add(t.reshape(-1)[::step].clone())
+    assert torch.equal(table.fetch().view(torch.int64), expected.fetch().view(torch.int64))
+
+
 def test_a_small_tensor_has_the_same_figures_whoever_waits_with_it():
     tensors = [drawn(n, d) for n, d in ((5, torch.float32), (256, torch.float32), (257, torch.float32), (2048, torch.float32))]
     tensors += [drawn(n, torch.bfloat16) for n in (1, 256, 4096)] + [drawn(1024, torch.float64), drawn(900, torch.int64)]

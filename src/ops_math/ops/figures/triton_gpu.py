@@ -8,6 +8,8 @@ chunk is walked over once more.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops_math.backends.launch import launch
+from ops_math.backends.launch import ALIGNMENT, launch
 from ops_math.ops.figures import problem
 from ops_math.ops.figures.problem import CHUNK_BYTES, HASH_AT, LENGTH, block_signs, factors
 
@@ -37,21 +39,24 @@ SAMPLES, SKETCH = tl.constexpr(problem.SAMPLES), tl.constexpr(problem.SKETCH)
 SKETCH_AT, SAMPLES_AT = tl.constexpr(problem.SKETCH_AT), tl.constexpr(problem.SAMPLES_AT)
 FLOATS, ROW = tl.constexpr(HASH_AT), tl.constexpr(LENGTH)
 INFINITY32, INFINITY64 = tl.constexpr(0x7F800000), tl.constexpr(0x7FF0000000000000)
+SMALL, LARGE = tl.constexpr(1e-28), tl.constexpr(1e37)  # between these a sum of squares in float32 has lost none
 TABLE_COLUMNS = 4
 RANGE_COLUMNS = 4
 FEWEST_ROWS = 2048  # parts that a block of memory has room for: 1.4 MB
+GATHERED = 1024  # elements that a program copies
 FOLDED = 16  # parts that the second kernel adds up at once
 
 
 class Config(NamedTuple):
-    """Rows of a step, 1, 2 or 4, and warps."""
+    """Whether a step's words are loaded a step ahead, and warps."""
 
-    rows: int
+    ahead: bool
     num_warps: int
 
 
-# The first is the default: 102 registers a thread in fp32 and bf16 (sm_90, Triton 3.6), so that two programs are on a multiprocessor.
-CONFIGS = tuple(Config(rows, warps) for rows, warps in ((1, 8), (2, 16), (2, 8), (1, 16)))
+# With 16 warps of 32 lanes a thread holds all four rows of a column, so that no step of the loop needs a barrier. On AMD those would be 8
+# of 64 lanes, for which Triton 3.9 finds no instructions (gfx942), so rows meet in shared memory there.
+CONFIGS = (Config(True, 16), Config(False, 16))  # the second spills 64 bytes on sm_80
 
 
 @triton.jit
@@ -102,66 +107,123 @@ def _magnitude(value):
 
 
 @triton.jit
-def _take_tile(words, signs, top, squares, nans, infinities, sums, PIECE: tl.constexpr, KIND: tl.constexpr, GUARDED: tl.constexpr):
-    """Take one number of each word into account; GUARDED counts those that are not finite and leaves them out."""
+def _take_finite_tile(words, signs, top, squares, PIECE: tl.constexpr, KIND: tl.constexpr):
+    """Take one number of each word into account, as if all were finite: magnitudes, squares, and signed sums of columns.
+
+    What is not finite is in the squares for good, and NaN may be in the magnitudes or not.
+    """
     value = _value(words, PIECE, KIND)
-    bits = _magnitude(value)
-    if GUARDED:
-        end: tl.constexpr = INFINITY64 if value.dtype == tl.float64 else INFINITY32
-        nans += (bits > end).to(tl.int32)
-        infinities += (bits == end).to(tl.int32)
-        value = tl.where(bits >= end, 0.0, value)
-        bits = tl.where(bits >= end, 0, bits)
-    exact = value.to(tl.float64)
-    return tl.maximum(top, bits), squares + exact * exact, nans, infinities, sums + signs.to(value.dtype) * value
+    largest = _magnitude(value) if value.dtype == tl.float64 else tl.abs(value)
+    top = tl.maximum(top, tl.max(largest, 0))
+    return top, squares + value * value, tl.sum(signs * value, 0)
 
 
 @triton.jit
-def _walk_tile(
-    base_ptr, signs_ptr, first, slab, num_bytes,
-    KIND: tl.constexpr, PIECES: tl.constexpr, HASHED: tl.constexpr, GUARDED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """What a chunk comes to, lane by lane: sums of columns of both widths; magnitudes, squares, counts and signed sums of up to four
-    numbers a word."""
-    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDE)[None, :]
+def _whole_tile(base_ptr, signs_ptr, first, slab, KIND: tl.constexpr, PIECES: tl.constexpr, AHEAD: tl.constexpr):
+    """What a whole chunk comes to, column by column: sums of both widths; bits of magnitudes; squares; and signed sums of up to four
+    numbers a word. A slab is a step: its four rows are one thread's, and squares are added up over them before float64 takes over.
+
+    In the narrow rows the last three columns are the next row's; nobody reads what they come to.
+    """
+    rows, columns, column = tl.arange(0, SLAB_ROWS)[:, None], tl.arange(0, WIDE)[None, :], tl.arange(0, WIDE)
     wider: tl.constexpr = KIND == FP64 or KIND == INT64 or KIND == INT32
-    wide, narrow = tl.zeros([ROWS, WIDE], tl.int64), tl.zeros([ROWS, WIDE], tl.int64)
-    top = tl.zeros([ROWS, WIDE], tl.int64 if wider else tl.int32)
-    squares = tl.zeros([ROWS, WIDE], tl.float64)
-    nans, infinities = tl.zeros([ROWS, WIDE], tl.int32), tl.zeros([ROWS, WIDE], tl.int32)
-    s0 = tl.zeros([ROWS, WIDE], tl.float64 if wider else tl.float32)
+    number: tl.constexpr = tl.float64 if wider else tl.float32
+    start_ptr, places, behind = base_ptr + first, rows * WIDE + columns, rows * NARROW + columns
+    signs = tl.load(signs_ptr + places * PIECES // SKETCH).to(number)
+    last: tl.constexpr = CHUNK_SLABS * SLAB_ROWS * NARROW
+    narrow = tl.load(start_ptr + last + column, mask=column < CHUNK_WORDS - last, other=0)
+    wide, squares = tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.float64)
+    top = tl.zeros([WIDE], tl.int64 if wider else tl.float32)
+    s0 = tl.zeros([WIDE], number)
+    s1, s2, s3 = s0, s0, s0
+    words = tl.load(start_ptr + places)
+    for step in range(CHUNK_SLABS):
+        if AHEAD:
+            coming = tl.load(start_ptr + tl.minimum(step + 1, CHUNK_SLABS - 1) * (SLAB_ROWS * WIDE) + places)
+        else:
+            words = tl.load(start_ptr + step * (SLAB_ROWS * WIDE) + places)
+        narrow += tl.sum(tl.load(start_ptr + step * (SLAB_ROWS * NARROW) + behind), 0)
+        wide += tl.sum(words, 0)
+        if KIND != NOTHING:
+            sign = (1 - 2 * (_mixed(slab + step) >> 62 & 1)).to(number)
+            some = tl.zeros([SLAB_ROWS, WIDE], number)
+            top, some, t0 = _take_finite_tile(words, signs, top, some, 0, KIND)
+            s0 += t0 * sign
+            if PIECES > 1:
+                top, some, t1 = _take_finite_tile(words, signs, top, some, 1, KIND)
+                s1 += t1 * sign
+            if PIECES > 2:
+                top, some, t2 = _take_finite_tile(words, signs, top, some, 2, KIND)
+                top, some, t3 = _take_finite_tile(words, signs, top, some, 3, KIND)
+                s2 += t2 * sign
+                s3 += t3 * sign
+            squares += tl.sum(some, 0).to(tl.float64)
+        if AHEAD:
+            words = coming
+    if wider:
+        return wide, narrow, top, squares, s0, s1, s2, s3
+    else:
+        return wide, narrow, top.to(tl.int32, bitcast=True), squares, s0, s1, s2, s3
+
+
+@triton.jit
+def _take_tile(words, signs, top, squares, nans, infinities, PIECE: tl.constexpr, KIND: tl.constexpr):
+    """Take one number of each word into account; those that are not finite are counted and left out."""
+    value = _value(words, PIECE, KIND)
+    bits = _magnitude(value)
+    end: tl.constexpr = INFINITY64 if value.dtype == tl.float64 else INFINITY32
+    nans += tl.sum((bits > end).to(tl.int32), 0)
+    infinities += tl.sum((bits == end).to(tl.int32), 0)
+    value = tl.where(bits >= end, 0.0, value)
+    top = tl.maximum(top, tl.max(tl.where(bits >= end, 0, bits), 0))
+    exact = value.to(tl.float64)
+    return top, squares + tl.sum(exact * exact, 0), nans, infinities, tl.sum(signs * value, 0)
+
+
+@triton.jit
+def _any_tile(base_ptr, signs_ptr, first, slab, num_bytes, KIND: tl.constexpr, PIECES: tl.constexpr):
+    """The same of a chunk of any length and any numbers, with counts of NaN and infinities; each square in float64."""
+    rows, columns = tl.arange(0, SLAB_ROWS)[:, None], tl.arange(0, WIDE)[None, :]
+    wider: tl.constexpr = KIND == FP64 or KIND == INT64 or KIND == INT32
+    number: tl.constexpr = tl.float64 if wider else tl.float32
+    signs = tl.load(signs_ptr + (rows * WIDE + columns) * PIECES // SKETCH).to(number)
+    wide, narrow, squares = tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.float64)
+    top = tl.zeros([WIDE], tl.int64 if wider else tl.int32)
+    nans, infinities = tl.zeros([WIDE], tl.int32), tl.zeros([WIDE], tl.int32)
+    s0 = tl.zeros([WIDE], number)
     s1, s2, s3 = s0, s0, s0
     left = tl.minimum(tl.cdiv(num_bytes, 8) - first, CHUNK_WORDS)
-    for row in range(0, tl.cdiv(left, NARROW).to(tl.int32), ROWS):
-        places = (row + rows) * WIDE + columns
+    for row in range(0, tl.cdiv(left, NARROW).to(tl.int32), SLAB_ROWS):
+        places, behind = (row + rows) * WIDE + columns, (row + rows) * NARROW + columns
         words = _words_tile(base_ptr, first, places, places < CHUNK_WORDS, num_bytes)
-        if HASHED:
-            wide += words
-            behind = (row + rows) * NARROW + columns
-            narrow += _words_tile(base_ptr, first, behind, (columns < NARROW) & (behind < CHUNK_WORDS), num_bytes)
+        wide += tl.sum(words, 0)
+        narrow += tl.sum(_words_tile(base_ptr, first, behind, (columns < NARROW) & (behind < CHUNK_WORDS), num_bytes), 0)
         if KIND != NOTHING:
-            sign = 1 - 2 * (_mixed(slab + row // SLAB_ROWS) >> 62 & 1)
-            signs = tl.load(signs_ptr + (places % (SLAB_ROWS * WIDE)) * PIECES // SKETCH) * sign.to(tl.float32)
-            top, squares, nans, infinities, s0 = _take_tile(words, signs, top, squares, nans, infinities, s0, 0, KIND, GUARDED)
+            sign = (1 - 2 * (_mixed(slab + row // SLAB_ROWS) >> 62 & 1)).to(number)
+            top, squares, nans, infinities, t0 = _take_tile(words, signs, top, squares, nans, infinities, 0, KIND)
+            s0 += t0 * sign
             if PIECES > 1:
-                top, squares, nans, infinities, s1 = _take_tile(words, signs, top, squares, nans, infinities, s1, 1, KIND, GUARDED)
+                top, squares, nans, infinities, t1 = _take_tile(words, signs, top, squares, nans, infinities, 1, KIND)
+                s1 += t1 * sign
             if PIECES > 2:
-                top, squares, nans, infinities, s2 = _take_tile(words, signs, top, squares, nans, infinities, s2, 2, KIND, GUARDED)
-                top, squares, nans, infinities, s3 = _take_tile(words, signs, top, squares, nans, infinities, s3, 3, KIND, GUARDED)
+                top, squares, nans, infinities, t2 = _take_tile(words, signs, top, squares, nans, infinities, 2, KIND)
+                top, squares, nans, infinities, t3 = _take_tile(words, signs, top, squares, nans, infinities, 3, KIND)
+                s2 += t2 * sign
+                s3 += t3 * sign
     return wide, narrow, top, squares, nans, infinities, s0, s1, s2, s3
 
 
 @triton.jit
-def _store_sketch(out_ptr, sums, PIECE: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr):
-    """Lanes whose numbers stand at one place of their block of 64 are one signed sum."""
-    together = tl.sum(tl.reshape(sums.to(tl.float64), [ROWS * WIDE * PIECES // SKETCH, SKETCH // PIECES]), 0)
+def _store_sketch(out_ptr, sums, PIECE: tl.constexpr, PIECES: tl.constexpr):
+    """Columns whose numbers stand at one place of their block of 64 are one signed sum."""
+    together = tl.sum(tl.reshape(sums.to(tl.float64), [WIDE * PIECES // SKETCH, SKETCH // PIECES]), 0)
     tl.store(out_ptr + tl.arange(0, SKETCH // PIECES) * PIECES + PIECE, together)
 
 
 @triton.jit
 def _store_hashes(out_ptr, factors_ptr, wide, narrow, chunk):
     """Both halves of a chunk's hash, from the sums of its columns."""
-    wide, narrow, column = tl.sum(wide, 0), tl.sum(narrow, 0), tl.arange(0, WIDE)
+    column = tl.arange(0, WIDE)
     inside = column < NARROW
     for half in tl.static_range(2):
         whole_ptr = factors_ptr + half * 2 * (WIDE + NARROW)
@@ -174,25 +236,25 @@ def _store_hashes(out_ptr, factors_ptr, wide, narrow, chunk):
 
 @triton.jit
 def _store_values(
-    out_ptr, top, squares, nans, infinities, s0, s1, s2, s3, PIECES: tl.constexpr, SKETCHED: tl.constexpr, ROWS: tl.constexpr,
+    out_ptr, top, squares, nans, infinities, s0, s1, s2, s3, PIECES: tl.constexpr, SKETCHED: tl.constexpr,
 ):  # fmt: skip
     """Sizes, counts and the sketch of a chunk."""
-    peak = tl.max(tl.max(top, 1), 0)
+    peak = tl.max(top, 0)
     if top.dtype == tl.int64:
         largest = peak.to(tl.float64, bitcast=True)
     else:
         largest = peak.to(tl.float32, bitcast=True).to(tl.float64)
-    tl.store(out_ptr, tl.sum(tl.sum(squares, 1), 0))
+    tl.store(out_ptr, tl.sum(squares, 0))
     tl.store(out_ptr + 1, largest)
-    tl.store(out_ptr + 2, tl.sum(tl.sum(nans, 1), 0).to(tl.float64))
-    tl.store(out_ptr + 3, tl.sum(tl.sum(infinities, 1), 0).to(tl.float64))
+    tl.store(out_ptr + 2, tl.sum(nans, 0).to(tl.float64))
+    tl.store(out_ptr + 3, tl.sum(infinities, 0).to(tl.float64))
     if SKETCHED:
-        _store_sketch(out_ptr + SKETCH_AT, s0, 0, PIECES, ROWS)
+        _store_sketch(out_ptr + SKETCH_AT, s0, 0, PIECES)
         if PIECES > 1:
-            _store_sketch(out_ptr + SKETCH_AT, s1, 1, PIECES, ROWS)
+            _store_sketch(out_ptr + SKETCH_AT, s1, 1, PIECES)
         if PIECES > 2:
-            _store_sketch(out_ptr + SKETCH_AT, s2, 2, PIECES, ROWS)
-            _store_sketch(out_ptr + SKETCH_AT, s3, 3, PIECES, ROWS)
+            _store_sketch(out_ptr + SKETCH_AT, s2, 2, PIECES)
+            _store_sketch(out_ptr + SKETCH_AT, s3, 3, PIECES)
     else:
         tl.store(out_ptr + SKETCH_AT + tl.arange(0, SKETCH), tl.zeros([SKETCH], tl.float64))
 
@@ -212,12 +274,12 @@ def _samples_tile(base_ptr, num_bytes, KIND: tl.constexpr, PIECES: tl.constexpr)
 @triton.jit(do_not_specialize=["num_bytes"])
 def _chunk_kernel(
     tensor_ptr, table_ptr, factors_ptr, signs_ptr, hashes_ptr, floats_ptr, num_bytes,
-    KIND: tl.constexpr, PIECES: tl.constexpr, SKETCHED: tl.constexpr, TABLE: tl.constexpr, ROWS: tl.constexpr,
+    KIND: tl.constexpr, PIECES: tl.constexpr, SKETCHED: tl.constexpr, TABLE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
     if TABLE:
         address = tl.load(table_ptr + part * 4)
-        base_ptr = tl.multiple_of(address, 8).to(tl.pointer_type(tl.int64))
+        base_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
         num_bytes = tl.load(table_ptr + part * 4 + 1)
         chunk = tl.load(table_ptr + part * 4 + 2)
     else:
@@ -227,18 +289,27 @@ def _chunk_kernel(
     first = chunk * CHUNK_WORDS
     out_ptr = floats_ptr + part * FLOATS
 
-    wide, narrow, top, squares, nans, infinities, s0, s1, s2, s3 = _walk_tile(
-        base_ptr, signs_ptr, first, chunk * CHUNK_SLABS, num_bytes, KIND, PIECES, True, False, ROWS
-    )
+    wider: tl.constexpr = KIND == FP64 or KIND == INT64 or KIND == INT32
+    nans, infinities = tl.zeros([WIDE], tl.int32), tl.zeros([WIDE], tl.int32)
+    again = (first + CHUNK_WORDS) * 8 > num_bytes
+    wide, narrow, squares = tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.float64)
+    top = tl.zeros([WIDE], tl.int64 if wider else tl.int32)
+    s0 = tl.zeros([WIDE], tl.float64 if wider else tl.float32)
+    s1, s2, s3 = s0, s0, s0
+    if not again:
+        wide, narrow, top, squares, s0, s1, s2, s3 = _whole_tile(base_ptr, signs_ptr, first, chunk * CHUNK_SLABS, KIND, PIECES, AHEAD)
+        if KIND != NOTHING:
+            peak, total = tl.max(top, 0), tl.sum(squares, 0)
+            sound = ((total >= SMALL) & (total < LARGE)) | ((total == 0) & (peak == 0))  # no comparison holds for NaN
+            again = not sound
+    if again:
+        wide, narrow, top, squares, nans, infinities, s0, s1, s2, s3 = _any_tile(
+            base_ptr, signs_ptr, first, chunk * CHUNK_SLABS, num_bytes, KIND, PIECES
+        )
     _store_hashes(hashes_ptr + part * 2, factors_ptr, wide, narrow, chunk)
 
     if KIND != NOTHING:
-        end: tl.constexpr = INFINITY64 if top.dtype == tl.int64 else INFINITY32
-        if tl.max(tl.max(top, 1), 0) >= end:
-            _, _, top, squares, nans, infinities, s0, s1, s2, s3 = _walk_tile(
-                base_ptr, signs_ptr, first, chunk * CHUNK_SLABS, num_bytes, KIND, PIECES, False, True, ROWS
-            )
-        _store_values(out_ptr, top, squares, nans, infinities, s0, s1, s2, s3, PIECES, SKETCHED, ROWS)
+        _store_values(out_ptr, top, squares, nans, infinities, s0, s1, s2, s3, PIECES, SKETCHED)
         samples = tl.zeros([SAMPLES], tl.float64)
         if chunk == 0:
             samples = _samples_tile(base_ptr, num_bytes, KIND, PIECES)
@@ -268,6 +339,19 @@ def _fold_kernel(hashes_ptr, floats_ptr, ranges_ptr, out_ptr, PARTS: tl.constexp
     tl.store(row_ptr + FLOATS + tl.arange(0, 2), hashes.to(tl.float64, bitcast=True))
 
 
+@triton.jit
+def _gather_kernel(table_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy elements that are evenly spaced in memory to where they lie together, a block a program."""
+    part = tl.program_id(0).to(tl.int64)
+    row_ptr = table_ptr + part * 4
+    address, step, count, begin = tl.load(row_ptr), tl.load(row_ptr + 1), tl.load(row_ptr + 2), tl.load(row_ptr + 3)
+    places = tl.arange(0, BLOCK)
+
+    word: tl.constexpr = tl.int64 if SIZE == 8 else tl.int32 if SIZE == 4 else tl.int16
+    elements = tl.load(address.to(tl.pointer_type(word)) + places * step, mask=places < count)
+    tl.store(out_ptr.to(tl.pointer_type(word), bitcast=True) + begin + places, elements, mask=places < count)
+
+
 class _Range(NamedTuple):
     """Which parts hold a tensor's hashes and which its numbers."""
 
@@ -275,6 +359,18 @@ class _Range(NamedTuple):
     num_hashes: int
     first_float: int
     num_floats: int
+
+
+class _Plan(NamedTuple):
+    """What reads every so-many-th element of tensors of one dtype: `blocks` of elements are copied into `words`, whose chunks then are
+    looked at; both tables are on the device."""
+
+    gather: Tensor
+    words: Tensor
+    table: Tensor
+    counts: list[int]
+    kind: int
+    size: int
 
 
 class Rows:
@@ -299,7 +395,7 @@ class Rows:
             if self.device.type == "cuda":
                 stream = torch.cuda.current_stream(self.device)
                 self.streams[stream.cuda_stream] = stream
-            flat = [t if t.data_ptr() % 8 == 0 else t.clone() for t in tensors]
+            flat = [t if t.data_ptr() % ALIGNMENT == 0 else t.detach().clone() for t in tensors]
             if len(flat) == 1 and flat[0].dtype in KINDS:  # as hooks give them, one by one
                 [part] = self._launch(flat, KINDS[flat[0].dtype], sketch)
                 self.ranges.append(_Range(*part, *part))
@@ -315,21 +411,51 @@ class Rows:
                 found.update({n: _Range(*h, *f) for n, h, f in zip(numbers, hashes, floats, strict=True)})
             self.ranges += [found[n] for n in range(len(flat))]
 
+    def add_every(self, tensors: list[Tensor], steps: list[int], sketch: bool) -> None:
+        """Take every so-many-th element of each, which are copied together; of known places in memory that is two kernels a dtype."""
+        if any(t.dtype not in KINDS for t in tensors):
+            return self.add([t[::step].contiguous() for t, step in zip(tensors, steps, strict=True)], sketch)
+        with _guard(self.device):
+            stream = 0
+            if self.device.type == "cuda":
+                current = torch.cuda.current_stream(self.device)
+                self.streams[current.cuda_stream] = current
+                stream = current.cuda_stream
+            groups: dict[torch.dtype, list[int]] = {}
+            for number, t in enumerate(tensors):
+                groups.setdefault(t.dtype, []).append(number)
+            found: dict[int, _Range] = {}
+            for dtype, numbers in groups.items():
+                places = tuple((tensors[n].data_ptr(), tensors[n].numel(), steps[n]) for n in numbers)
+                plan = _plan(self.device, stream, dtype, places)
+                launch(_gather_kernel, (len(plan.gather),), plan.gather, plan.words, SIZE=plan.size, BLOCK=GATHERED)
+                parts = self._start(plan.words, plan.table, plan.counts, plan.kind, plan.size, sketch, 0)
+                found.update({n: _Range(*part, *part) for n, part in zip(numbers, parts, strict=True)})
+            self.ranges += [found[n] for n in range(len(tensors))]
+
     def _launch(self, tensors: list[Tensor], kind: int, sketch: bool) -> list[tuple[int, int]]:
         """First part and parts of each."""
         counts = [-(-t.nbytes // CHUNK_BYTES) for t in tensors]
+        size = tensors[0].element_size()
+        if len(tensors) == 1:
+            return self._start(tensors[0], None, counts, kind, size, sketch, tensors[0].nbytes)
+        table = _table([(t.data_ptr(), t.nbytes) for t in tensors], counts)
+        return self._start(tensors[0], _sent(table, self.device), counts, kind, size, sketch, 0)
+
+    def _start(
+        self, tensor: Tensor, table: Tensor | None, counts: list[int], kind: int, size: int, sketch: bool, num_bytes: int
+    ) -> list[tuple[int, int]]:
+        """Start the kernel for chunks of one tensor, or of those in a table; first part and parts of each."""
         total = sum(counts)
         first, hashes, floats = self._room(total)
-        size = tensors[0].element_size()
         constants = {
             "KIND": kind,
             "PIECES": 8 // size if kind else 1,
             "SKETCHED": sketch,
-            "TABLE": len(tensors) > 1,
-            "ROWS": self.config.rows,
+            "TABLE": table is not None,
+            "AHEAD": self.config.ahead,
         }
-        table = self._table(tensors, counts) if len(tensors) > 1 else self.factors
-        arguments = (tensors[0], table, self.factors, self.signs, hashes, floats, tensors[0].nbytes if len(tensors) == 1 else 0)
+        arguments = (tensor, self.factors if table is None else table, self.factors, self.signs, hashes, floats, num_bytes)
         launch(_chunk_kernel, (total,), *arguments, num_warps=self.config.num_warps, **constants)
         found = []
         for count in counts:
@@ -350,15 +476,6 @@ class Rows:
         start, (hashes, floats) = self.used, self.blocks[-1]
         self.used += parts
         return self.begin + start, hashes[start:], floats[start:]
-
-    def _table(self, tensors: list[Tensor], counts: list[int]) -> Tensor:
-        """A row a chunk: address and bytes of its tensor, and its number in that."""
-        facts = torch.tensor([[t.data_ptr(), t.nbytes, 0, 0] for t in tensors], dtype=torch.int64)
-        repeats = torch.tensor(counts, dtype=torch.int64)
-        table = facts.repeat_interleave(repeats, 0)
-        begins = repeats.cumsum(0) - repeats
-        table[:, 2] = torch.arange(len(table)) - begins.repeat_interleave(repeats)
-        return _sent(table, self.device)
 
     def fetch(self) -> Tensor:
         """All rows [N, LENGTH], float64, on the CPU, but for the count of bytes in the fingerprint; in one transfer."""
@@ -393,6 +510,41 @@ class Rows:
             return here
 
         return arrived
+
+
+def _table(tensors: list[tuple[int, int]], counts: list[int]) -> Tensor:
+    """A row a chunk, from address and bytes of each tensor and its number of chunks: address, bytes, which chunk it is."""
+    facts = torch.tensor([[address, num_bytes, 0, 0] for address, num_bytes in tensors], dtype=torch.int64)
+    return _numbered(facts, counts)
+
+
+def _numbered(facts: Tensor, counts: list[int]) -> Tensor:
+    """Rows [N, 4] as often as `counts` says, with the number among its like in the third column."""
+    repeats = torch.tensor(counts, dtype=torch.int64)
+    table = facts.repeat_interleave(repeats, 0)
+    begins = repeats.cumsum(0) - repeats
+    table[:, 2] = torch.arange(len(table)) - begins.repeat_interleave(repeats)
+    return table
+
+
+@functools.lru_cache(maxsize=16)
+def _plan(device: torch.device, stream: int, dtype: torch.dtype, places: tuple[tuple[int, int, int], ...]) -> _Plan:
+    """For places in memory (address, elements, step) of one dtype. It holds no tensor but its own, which one stream alone uses."""
+    size = dtype.itemsize
+    counts = [-(-length // step) for _, length, step in places]
+    words = [-(-count * size // 8) for count in counts]
+    begins = [0, *itertools.accumulate(count + count % 2 for count in words)]
+    facts = [[address, step, 0, begin * 8 // size] for (address, _, step), begin in zip(places, begins, strict=False)]
+    blocks = [-(-count // GATHERED) for count in counts]
+    gather = _numbered(torch.tensor(facts, dtype=torch.int64), blocks)
+    number, steps = gather[:, 2].clone(), gather[:, 1]
+    gather[:, 0] += number * GATHERED * steps * size
+    gather[:, 2] = torch.tensor(counts).repeat_interleave(torch.tensor(blocks)).sub(number * GATHERED).clamp(max=GATHERED)
+    gather[:, 3] += number * GATHERED
+    memory = torch.zeros(max(begins[-1], 1), dtype=torch.int64, device=device)
+    chunks = [-(-count * size // CHUNK_BYTES) for count in counts]
+    table = _table([(memory.data_ptr() + 8 * begin, count * size) for begin, count in zip(begins, counts, strict=False)], chunks)
+    return _Plan(_sent(gather, device), memory, _sent(table, device), chunks, KINDS[dtype], size)
 
 
 def _guard(device: torch.device) -> Any:
