@@ -28,9 +28,15 @@ from ops_nn.adopt import adopt
 from ops_nn.debug import ConsistencyChecker, Trace
 from ops_nn.debug.figures import step_of
 from ops_nn.debug.trace import PARAMETER
+from ops_nn.debug.verdict import DIFFERENT
 from ops_nn.models import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, build
 
-AMOUNTS = {torch.float32: (1e-5, 1e-3), torch.bfloat16: (0.01, 0.03, 0.1)}
+AUTOCAST = "bfloat16 autocast"
+AMOUNTS: dict[torch.dtype | str, tuple[float, ...]] = {
+    torch.float32: (1e-5, 1e-3),
+    torch.bfloat16: (0.01, 0.03, 0.1),
+    AUTOCAST: (0.01, 0.03, 0.1),
+}
 KINDS = ("value", "noise", "row", "gradient", "weight")
 PARTS = ("Linear", "LlamaRMSNorm", "LayerNorm", "LlamaMLP")
 IDS = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(5))
@@ -52,11 +58,18 @@ def small(which: str, seed: int = 7, scale: float = 0.2) -> nn.Module:
     return made.train()
 
 
-def traced(checker: ConsistencyChecker, model: nn.Module) -> Any:
+def stored(model: nn.Module, dtype: torch.dtype | str) -> nn.Module:
+    """The model in a dtype; under autocast its weights stay in fp32."""
+    return model if isinstance(dtype, str) else model.to(dtype)
+
+
+def traced(checker: ConsistencyChecker, model: nn.Module, dtype: torch.dtype | str) -> Any:
     """The trace of one step."""
     model.zero_grad()
     with checker.trace(model) as trace:
-        model(IDS, labels=IDS).loss.backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == AUTOCAST):
+            loss = model(IDS, labels=IDS).loss
+        loss.backward()
     return trace
 
 
@@ -258,10 +271,10 @@ def faults() -> None:
     drawn, found = random.Random(1), collections.Counter[tuple[Any, ...]]()
     for which in ("llama", "bert"):
         for dtype, amounts in AMOUNTS.items():
-            model = small(which).to(dtype)
+            model = stored(small(which), dtype)
             names = [n for n, m in model.named_modules() if n and type(m).__name__ in PARTS and "decoder" not in n]
             checker = ConsistencyChecker(mode="full", dump_on_failure=False)
-            right = traced(checker, model)
+            right = traced(checker, model, dtype)
             for amount in amounts:
                 for kind in KINDS:
                     for name in drawn.sample(names, 6):
@@ -270,26 +283,27 @@ def faults() -> None:
                         if kind == "weight" and not hasattr(module, "weight"):
                             continue
                         plant(module, kind, amount)
-                        first = checker.compare(traced(checker, wrong), trace=right).first
+                        first = checker.compare(traced(checker, wrong, dtype), trace=right).first
                         place = "missed" if first is None else "exact" if name == first.module or name in first.tied else "elsewhere"
-                        found[str(dtype)[6:], amount, place] += 1
+                        found[str(dtype).removeprefix("torch."), amount, place] += 1
     for key in sorted({key[:2] for key in found}):
         print(*key, {place: found[(*key, place)] for place in ("exact", "elsewhere", "missed")})
 
 
 def alarms() -> None:
-    """Adopted models against plain ones: the share of comparisons that accuse anybody."""
-    found = collections.Counter[str]()
+    """Adopted models against plain ones: how many comparisons accuse anybody."""
+    found = collections.Counter[tuple[str, str]]()
     for which in ("llama", "bert"):
         for dtype in AMOUNTS:
             for seed in range(6):
                 for mode in ("light", "full"):
-                    plain, ours = small(which, seed).to(dtype), small(which, seed).to(dtype)
+                    plain, ours = (stored(small(which, seed), dtype) for _ in range(2))
                     adopt(ours)
                     checker = ConsistencyChecker(mode=mode, dump_on_failure=False)
-                    report = checker.compare(traced(checker, ours), trace=traced(checker, plain))
-                    found["accused" if report.first is not None else "nobody"] += 1
-    print(dict(found))
+                    report = checker.compare(traced(checker, ours, dtype), trace=traced(checker, plain, dtype))
+                    found[str(dtype).removeprefix("torch."), "nobody" if report.verdict != DIFFERENT else "accused"] += 1
+    for key, count in sorted(found.items()):
+        print(*key, count)
 
 
 def main() -> None:

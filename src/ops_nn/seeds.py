@@ -109,8 +109,7 @@ class SeedPool:
     """
 
     def __init__(self, seed: int) -> None:
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise om.ArgumentError(f"SeedPool: seed must be a whole number; got {type(seed).__name__}. Pass e.g. 0.")
+        _check_whole("SeedPool", "seed", seed)
         self.seed = seed
         self._place = _Place(0, 0, False)
         self._open: dict[str, list[_Open]] = {}  # calls of this step that may be recomputed
@@ -131,13 +130,7 @@ class SeedPool:
         Raises:
             ArgumentError: for a number outside [0, 2^22), or a first row below 0.
         """
-        for name, value in (("number", number), ("first_row", first_row)):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise om.ArgumentError(f"SeedPool.step: {name} must be a whole number; got {type(value).__name__}. Pass e.g. 0.")
-        if not 0 <= number < STEPS:
-            raise om.ArgumentError(f"SeedPool.step: number must be at least 0 and below {STEPS}; got {number}. Start another pool.")
-        if first_row < 0:
-            raise om.ArgumentError(f"SeedPool.step: first_row must be at least 0; got {first_row}. Pass the rows before this piece.")
+        _check_place("SeedPool.step", "number", number, first_row)
         if number != self._place.step:
             self._left, self._open = self._open, {}
         return _Step(self, _Place(number, first_row, in_backward()))
@@ -177,7 +170,7 @@ class SeedPool:
 
     def _recomputed(self, name: str) -> _Open:
         waiting = [calls for calls in (self._left.get(name), self._open.get(name)) if calls]
-        if len(waiting) == 1 and len(waiting[0]) == 1:
+        if len({call for calls in waiting for call in calls}) == 1:  # also several that draw the same: a step that was announced twice
             return waiting[0].pop()
         count = "no call" if not waiting else f"{sum(map(len, waiting))} calls"
         raise om.UnsupportedError(
@@ -249,17 +242,34 @@ class SeedPool:
         """Go on where a checkpoint was; modules stay attached.
 
         Raises:
-            ArgumentError: where the state is not a pool's.
+            ArgumentError: where the state is not a pool's; the pool is as before then.
         """
-        if set(state) != {"seed", "step", "first_row"}:
+        if not isinstance(state, dict) or set(state) != {"seed", "step", "first_row"}:
+            got = ", ".join(sorted(map(str, state))) or "nothing" if isinstance(state, dict) else type(state).__name__
             raise om.ArgumentError(
-                f"SeedPool.load_state_dict: state must be seed, step and first_row; got {', '.join(sorted(state))}. "
-                "Pass what state_dict() gave."
+                f"SeedPool.load_state_dict: state must be seed, step and first_row; got {got}. Pass what state_dict() gave."
             )
+        _check_whole("SeedPool.load_state_dict", "seed", state["seed"])
+        _check_place("SeedPool.load_state_dict", "step", state["step"], state["first_row"])
         self.seed = state["seed"]
         self._streams.clear()
         self._open, self._left = {}, {}
         self._go(_Place(state["step"], state["first_row"], False))
+
+
+def _check_whole(where: str, name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise om.ArgumentError(f"{where}: {name} must be a whole number; got {type(value).__name__}. Pass e.g. 0.")
+
+
+def _check_place(where: str, name: str, number: Any, first_row: Any) -> None:
+    """A step's number, called `name` there, and a first row [tokens]."""
+    _check_whole(where, name, number)
+    _check_whole(where, "first_row", first_row)
+    if not 0 <= number < STEPS:
+        raise om.ArgumentError(f"{where}: {name} must be at least 0 and below {STEPS}; got {number}. Start another pool.")
+    if first_row < 0:
+        raise om.ArgumentError(f"{where}: first_row must be at least 0; got {first_row}. Pass the rows before this piece.")
 
 
 def stream_of(module: nn.Module, device: torch.device) -> om.Rng | None:

@@ -8,7 +8,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import ops_math as om
 from ops_nn.adopt import adopt
@@ -75,65 +74,6 @@ def test_a_shape_that_changes_between_calls_is_no_difference_and_between_runs_is
     assert row.difference.l2 == float("inf")
 
 
-class Checkpointed(nn.Module):
-    """Two blocks, each recomputed in the backward."""
-
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
-        self.reentrant = reentrant
-
-    def forward(self, x):
-        for block in (*self.blocks, *self.blocks):
-            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
-        return x.square().sum()
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_recomputed_forward_is_not_a_second_call(reentrant):
-    plain = Checkpointed(None)
-    again = Checkpointed(reentrant)
-    again.load_state_dict(plain.state_dict())
-    x = torch.randn(3, 8, requires_grad=True)
-    a, b = (run(CHECKER, m, lambda m: m(x)) for m in (plain, again))
-    for module in ("blocks.0", "blocks.1", "blocks.1.0"):
-        assert numbers(b, module) == numbers(a, module) == [0, 1]
-    assert list(b.calls) == list(a.calls)
-    report = CHECKER.compare(b, trace=a)
-    assert report.verdict == "bitwise", str(report)
-    assert report.missing == []
-    assert {row.key.direction for row in report.rows} >= {"input gradient", "output gradient", "parameter gradient"}
-    assert any("recomputed in the backward count once" in note for note in b.notes)
-
-
-class TwiceInOneRegion(nn.Module):
-    """Calls one module twice in one function, which may be recomputed."""
-
-    def __init__(self, again: bool) -> None:
-        super().__init__()
-        self.one, self.again = nn.Linear(8, 8), again
-
-    def both(self, x):
-        return self.one(self.one(x).relu()).square().sum()
-
-    def forward(self, x):
-        return checkpoint(self.both, x, use_reentrant=False) if self.again else self.both(x)
-
-
-@pytest.mark.parametrize("mode", ["light", "full"])
-def test_a_module_that_is_called_twice_in_one_recomputed_function_is_not_accused(mode):
-    torch.manual_seed(0)
-    plain, again = TwiceInOneRegion(False), TwiceInOneRegion(True)
-    again.load_state_dict(plain.state_dict())
-    x = torch.randn(3, 8, requires_grad=True)
-    checker = ConsistencyChecker(mode=mode, observe="all")
-    a, b = (run(checker, m, lambda m: m(x)) for m in (plain, again))
-    report = checker.compare(b, trace=a)
-    assert report.verdict == "bitwise", str(report)
-    assert report.missing == []
-    assert numbers(b, "one") == [0, 1]
-
-
 class DistributedDataParallel(nn.Module):
     """Named as PyTorch's, which needs a process group: it holds its model as `module`."""
 
@@ -175,11 +115,24 @@ def test_a_module_of_a_model_that_is_called_module_keeps_its_name():
     assert list(layout(model).places) == ["", "module"]
 
 
+class Blocks(nn.Module):
+    """Two blocks that are called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+
+    def forward(self, x):
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return x.square().sum()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 def test_of_a_compiled_model_the_boundary_is_seen_and_that_is_said(whole):
     torch._dynamo.reset()
-    model = Checkpointed(None)
+    model = Blocks()
     x = torch.randn(3, 8)
     a = run(CHECKER, model, lambda m: m(x))
     compiled = copy.deepcopy(model)

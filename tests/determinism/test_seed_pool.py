@@ -188,6 +188,47 @@ def test_a_checkpoint_goes_on_with_the_masks_of_the_run(model):
         fresh.load_state_dict({"seed": 1})
 
 
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (None, r"state must be seed, step and first_row; got NoneType\. Pass what state_dict\(\) gave\.$"),
+        ([1], r"state must be seed, step and first_row; got list\. Pass"),
+        ({}, r"state must be seed, step and first_row; got nothing\. Pass"),
+        ({1: 2, "seed": 0}, r"state must be seed, step and first_row; got 1, seed\. Pass"),
+        ({"seed": "x", "step": 1, "first_row": 0}, r"seed must be a whole number; got str\. Pass"),
+        ({"seed": 0, "step": 1.0, "first_row": 0}, r"step must be a whole number; got float\. Pass"),
+        ({"seed": 0, "step": True, "first_row": 0}, r"step must be a whole number; got bool\. Pass"),
+        ({"seed": 0, "step": -1, "first_row": 0}, r"step must be at least 0 and below 4194304; got -1\. "),
+        ({"seed": 0, "step": 1, "first_row": -3}, r"first_row must be at least 0; got -3\. "),
+    ],
+)
+def test_a_state_that_is_no_pools_is_refused_and_changes_nothing(model, state, words):
+    pool = pooled(model)
+    pool.step(5)
+    want = model(X)
+    pool.step(5)
+    with pytest.raises(om.ArgumentError, match=rf"^SeedPool\.load_state_dict: {words}"):
+        pool.load_state_dict(state)
+    assert pool.state_dict() == {"seed": 7, "step": 5, "first_row": 0}
+    assert torch.equal(model(X), want)
+
+
+def test_calls_that_draw_the_same_need_not_be_told_apart(model):
+    """A step that is announced twice: whichever of both forwards is recomputed, its mask is the same."""
+    pool, layer = pooled(model), model.layers[0]
+    x = X.clone().requires_grad_()
+    pool.step(0)
+    plain = layer(x)
+    wanted = torch.autograd.grad(plain.square().sum(), x)[0]
+    pool.step(0)
+    first = checkpoint(layer, x, use_reentrant=False)
+    pool.step(0)
+    second = checkpoint(layer, x, use_reentrant=False)
+    assert torch.equal(first, plain)
+    for y in (second, first):
+        assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], wanted)
+
+
 def test_detached_a_model_is_as_it_was(model):
     before = {name: dict(m.__dict__) for name, m in model.named_modules()}
     pooled(model).detach(model)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from ops_nn.debug import lockstep as stepping
 from ops_nn.debug import names, replay
 from ops_nn.debug.compare import Comparison, floors_of
 from ops_nn.debug.observe import FULL, Observer
-from ops_nn.debug.report import Report
+from ops_nn.debug.report import LOCKSTEP, Report
 from ops_nn.debug.trace import ENDED, INPUT_GRADIENT, LIGHT, OUTPUT_GRADIENT, Key, Trace
 
 BLOCKS, ALL, OPERATORS = "blocks", "all", "operators"
@@ -31,7 +33,7 @@ class ConsistencyChecker:
             fp64's units; a 16-bit tensor may be off by a quarter as many of its own units on top (1.6 % in bf16, 0.2 % in fp16).
         check_gradients: look at gradients too.
         dump_on_failure: write the first culprit's call to a file for `ops-math replay`, where tensors were kept.
-        folder: for those files; by default one of its own below the system's folder for temporary files.
+        folder: for those files; by default one of the user's, below the system's folder for temporary files.
         mode: `light` keeps a fingerprint of 128 bits, sizes, counts and samples of each tensor, of a large weight those of an element of
             every row; `full` reads all and keeps the tensors too, on the CPU.
         observe: `blocks` (the model, its blocks and what stands beside them), `all` modules, or `operators`: all
@@ -119,8 +121,9 @@ class ConsistencyChecker:
     def lockstep(self, model_a: nn.Module, model_b: nn.Module, batch: Any, only: str = "") -> Report:
         """Feed each module of B the inputs and output gradients of A's, so that errors do not add up and a culprit stands alone.
 
-        A's module runs in float64 too: where both are as far from that, the difference is rounding, whatever its size. All inputs are
-        kept as copies; neither model, nor its gradients, nor PyTorch's generators are changed.
+        A's module runs in float64 too: where both are as far from that, the difference is rounding, whatever its size. Where most weights
+        have another dtype in B, the model in the wider one runs cast as the other, and what is left is not the dtype's doing; a few weights
+        in another dtype are a fault. All inputs are kept as copies; neither model, nor its gradients, nor PyTorch's generators are changed.
 
         Args:
             model_a, model_b: models with the same module names, on one device.
@@ -134,7 +137,7 @@ class ConsistencyChecker:
         for name, model in (("model_a", model_a), ("model_b", model_b)):
             _check_model("lockstep", name, model)
         found = stepping.lockstep(model_a, model_b, _step(batch), only)
-        return self._report(found.a, found.b, found.floors, "lockstep", found.refusals)
+        return self._report(found.a, found.b, found.floors, LOCKSTEP, found.refusals, found.dtypes)
 
     @contextmanager
     def nudged(self, model: nn.Module, seed: int = 0) -> Iterator[nn.Module]:
@@ -152,30 +155,43 @@ class ConsistencyChecker:
                 for p, value in kept:
                     p.copy_(value)
 
-    def _report(self, a: Trace, b: Trace, floors: dict[Key, float], how: str, refusals: Sequence[str] = ()) -> Report:
-        report = Report(Comparison(a, b, self.precision, floors), how, refusals)
+    def _report(self, a: Trace, b: Trace, floors: dict[Key, float], how: str, *about: Any) -> Report:
+        report = Report(Comparison(a, b, self.precision, floors), how, *about)
         if report.first is None:
             return report
         key = report.first.key
         if self.dump_on_failure:
-            name = f"{key.module or 'model'}-{key.call}-{key.direction.replace(' ', '-')}.safetensors"
-            path = self.folder / name
+            name = f"{key.module or 'model'}-{key.call}-{key.direction.replace(' ', '-')}"
             try:
-                why = replay.dump(path, _to_run(key, a), a, b, self.precision)
+                found = replay.dump(lambda: self.folder, name, _to_run(key, a), a, b, self.precision)
             except OSError as error:
-                why = f"{path} cannot be written ({error.strerror or error})"
-            if why:
-                report.reproduce = f"no file was written: {why}"
+                found = f"{error.filename or 'a file'} cannot be written ({error.strerror or error})"
+            if isinstance(found, str):
+                report.reproduce = f"no file was written: {found}"
             else:
-                report.dumped, report.reproduce = path, f"ops-math replay {path}"
+                report.dumped, report.reproduce = found, f"ops-math replay {found}"
         return report
 
     @property
     def folder(self) -> Path:
-        """Where files for `ops-math replay` go."""
+        """Where files for `ops-math replay` go; made when it is asked for."""
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="ops-math-"))
+            self._folder = _users_folder()
+        self._folder.mkdir(parents=True, exist_ok=True)
         return self._folder
+
+
+def _users_folder() -> Path:
+    """One folder of this user below the system's for temporary files; a new one where the name is taken by what others can write to."""
+    user = os.getuid() if hasattr(os, "getuid") else "files"
+    place = Path(tempfile.gettempdir()) / f"ops-math-{user}"
+    if not os.path.lexists(place):
+        place.mkdir(mode=0o700, exist_ok=True)
+    found = place.lstat()
+    others = stat.S_IMODE(found.st_mode) & 0o077 and os.name == "posix"
+    if not stat.S_ISDIR(found.st_mode) or others or user not in (found.st_uid, "files"):
+        return Path(tempfile.mkdtemp(prefix="ops-math-"))
+    return place
 
 
 def _to_run(key: Key, trace: Trace) -> Key:

@@ -1,23 +1,31 @@
 """Lockstep: every module of A and of B alone, on A's inputs and A's output gradients, and A once more in float64.
 
-Errors cannot add up, so the culprit stands alone; and modules that share an input have input gradients of their own here.
+Errors cannot add up, so the culprit stands alone; and modules that share an input have input gradients of their own here. Where most
+weights have another dtype in B, the model in the wider one runs cast as the other, on inputs of that dtype: what differs then is not the
+dtype's doing.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import ops_math as om
-from ops_nn.debug import names, observe, recipe, trees
+from ops_nn.debug import casts, names, observe, recipe, trees
 from ops_nn.debug.figures import measure, unpack
+from ops_nn.debug.numbers import Numbers
 from ops_nn.debug.trace import FORWARD, INPUT, INPUT_GRADIENT, OUTPUT_GRADIENT, PARAMETER, PARAMETER_GRADIENT, Call, Key, Record, Trace
 from ops_nn.debug.verdict import distance
+from ops_nn.features import gradient_hooks
 
+LITTLE = 0.5  # a relative error of a tensor beyond which rounding is no word for what a cast does
 REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError)
 
 
@@ -59,7 +67,7 @@ class _Capture:
             if not below or path == below or path.startswith(f"{below}.")
         }
         self.entries: list[_Entry] = []
-        self.counts: dict[str, int] = {}
+        self.numbers = Numbers()
         self.open: list[int] = []
         self.ends = 0
         self.device = next((p.device.type for p in model.parameters()), "cpu")
@@ -67,10 +75,11 @@ class _Capture:
     def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module, and keep what it was given."""
         path = self.paths.get(id(module))
-        if path is None or observe.in_backward():
+        number, again = (None, False) if path is None else self.numbers.begin(path)
+        if path is None or number is None:
             return observe.run_plainly(module, args, kwargs)
-        number = self.counts.get(path, 0)
-        self.counts[path] = number + 1
+        if again:
+            return self._recomputed(path, number, module, args, kwargs)
         index = len(self.entries)
         entry = _Entry(Call(path, number, self.open[-1] if self.open else -1, -1), args, kwargs, self.device)
         self.entries.append(entry)
@@ -81,11 +90,26 @@ class _Capture:
             self.open.pop()
         entry.call = entry.call._replace(end=self.ends)
         self.ends += 1
-        for leaf in trees.leaves(result):
-            for part in (leaf.carrier, leaf.also):
-                if part is not None and part.requires_grad:
-                    part.register_hook(_keeper(entry, leaf.name))
+        _keep_gradients(entry, result)
         return result
+
+    def _recomputed(self, path: str, number: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module again whose first run had no graph: gradients arrive now."""
+        entry = next(e for e in self.entries if (e.call.module, e.call.number) == (path, number))
+        if torch.is_grad_enabled():
+            entry.grad_mode = True
+            for own, given in zip(trees.arguments(entry.args, entry.kwargs), trees.arguments(args, kwargs), strict=True):
+                own.carrier.requires_grad_(given.carrier.requires_grad)
+        result = observe.run_plainly(module, args, kwargs)
+        _keep_gradients(entry, result)
+        return result
+
+
+def _keep_gradients(entry: _Entry, result: Any) -> None:
+    for leaf in trees.leaves(result):
+        for part in (leaf.carrier, leaf.also):
+            if part is not None and part.requires_grad:
+                part.register_hook(_keeper(entry, leaf.name))
 
 
 def _keeper(entry: _Entry, name: str) -> Any:
@@ -131,7 +155,7 @@ def _run_alone(module: nn.Module, entry: _Entry, change: Callable[[Tensor], Tens
         pairs = _independent(pairs)
         if pairs and sources:
             ys = [y for y, _ in pairs]
-            grads = torch.autograd.grad(ys, sources, [dy.to(y.dtype) for y, dy in pairs], allow_unused=True)
+            grads = _gradients(ys, sources, [dy.to(y.dtype) for y, dy in pairs])
     finally:
         _put_random_state(before)
         with torch.no_grad():
@@ -142,6 +166,47 @@ def _run_alone(module: nn.Module, entry: _Entry, change: Callable[[Tensor], Tens
         for group, part in ((inputs, grads[: len(inputs)]), (parameters, grads[len(inputs) :]))
     ]
     return _Alone({n: value.detach() for n, (_, value) in results.items()}, kept[0], kept[1], drew)
+
+
+def _gradients(ys: list[Tensor], sources: list[Tensor], dys: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """Gradients of the sources, whose own `.grad` stay as they were.
+
+    Where `checkpoint(use_reentrant=True)` is in the graph, gradients can be had in `.grad` alone; hooks that act on those wait.
+    """
+    if not _reentrant(ys):
+        return torch.autograd.grad(ys, sources, dys, allow_unused=True)
+    with _grads_apart(sources):
+        torch.autograd.backward(ys, dys)
+        return tuple(t.grad for t in sources)
+
+
+@contextmanager
+def _grads_apart(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """A backward in there fills `.grad` of its own, and what users do when a gradient is there, as a step of an optimizer, waits."""
+    before = [(t, t.grad, hooks, dict(hooks)) for t in tensors for hooks in (gradient_hooks(t),)]
+    try:
+        for t, _, hooks, _ in before:
+            t.grad = None
+            hooks.clear()
+        yield
+    finally:
+        for t, grad, hooks, kept in before:
+            t.grad = grad
+            hooks.update(kept)
+
+
+def _reentrant(ys: list[Tensor]) -> bool:
+    """Whether a function that is recomputed with a backward of its own is in the graph."""
+    waiting, seen = [y.grad_fn for y in ys], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
 
 
 def _independent(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
@@ -162,12 +227,14 @@ def _double(t: Tensor) -> Tensor:
 
 
 class Lockstep(NamedTuple):
-    """Two traces of modules that ran alone; the noise floor by key, the smaller of both errors against float64; what B refused."""
+    """Two traces of modules that ran alone; the noise floor by key, the smaller of both errors against float64; what B refused; and the
+    dtypes of both models where they are two."""
 
     a: Trace
     b: Trace
     floors: dict[Key, float]
     refusals: list[str]
+    dtypes: tuple[str, str] | None
 
 
 class _Writer:
@@ -225,54 +292,96 @@ def lockstep(model_a: nn.Module, model_b: nn.Module, step: Callable[[nn.Module],
         below: only this module and those inside it; empty for all.
     """
     capture = _Capture(model_a, below)
-    kept = [(p, p.grad) for p in model_a.parameters()]
     observe.install(capture)
     try:
         loss = step(model_a)
         if loss.requires_grad:
-            loss.backward()
+            with _grads_apart(model_a.parameters()):
+                loss.backward()
     finally:
         observe.remove()
-        for p, grad in kept:
-            p.grad = grad
-    writer = _Writer(model_a, model_b)
-    others = names.layout(model_b).places
+    apart = casts.apart(model_a, model_b)
+    run_a, run_b = model_a, model_b
+    if apart is not None and casts.wide_is_b(apart):
+        run_b = casts.as_other(model_b, model_a)
+    elif apart is not None:
+        run_a = casts.as_other(model_a, model_b)
+    writer = _Writer(run_a, run_b)
+    runs, others = ([names.layout(model).places for model in pair] for pair in ((run_a, run_b), (model_a, model_b)))
     for entry in capture.entries:
         if entry.autocast[1]:
             for trace in writer.traces:
                 trace.autocast = str(entry.autocast[2]).removeprefix("torch.")
-        place = others.get(entry.call.module)
         for trace in writer.traces:
             trace.calls.append(entry.call)
             trace.arguments[f"{entry.call.module}#{entry.call.number}"] = recipe.arguments(entry.args, entry.kwargs)
-        if place is not None:
-            _one(writer, entry, capture.layout.places[entry.call.module].module, place.module)
+        path = entry.call.module
+        if path in others[1]:
+            plain = others[0][path].module, others[1][path].module
+            how = {} if apart is None else casts.between(*plain) or dict([apart])
+            _one(writer, entry, _Modules(*plain, runs[0][path].module, runs[1][path].module, how))
     if not capture.entries:
         where = f"{below} of " if below else ""
         raise om.ArgumentError(
             f"lockstep: batch must be a step that calls {where}model_a; got one that calls none of its modules. Call the model in it."
         )
-    return Lockstep(*writer.traces, writer.floors, writer.refusals)
+    return Lockstep(*writer.traces, writer.floors, writer.refusals, apart and casts.shown(apart))
 
 
-def _one(writer: _Writer, entry: _Entry, module_a: nn.Module, module_b: nn.Module) -> None:
+class _Modules(NamedTuple):
+    """One module of A and of B as they are, and as they run, where one is cast as the other; and which dtypes of A are others in B."""
+
+    plain_a: nn.Module
+    plain_b: nn.Module
+    a: nn.Module
+    b: nn.Module
+    how: casts.Cast
+
+    @property
+    def given(self) -> Callable[[Tensor], Tensor]:
+        """Makes what both are given of what A was given."""
+        return functools.partial(casts.cast, how=self.how) if self.a is not self.plain_a else _copy
+
+
+def _one(writer: _Writer, entry: _Entry, modules: _Modules) -> None:
     call = entry.call
     where = call.module or "the model"
-    own = _run_alone(module_a, entry)
+    own = _run_alone(modules.a, entry, modules.given)
     try:
-        other = _run_alone(module_b, entry)
+        other = _run_alone(modules.b, entry, modules.given)
+        if modules.a is not modules.plain_a:
+            _look_at_cast(writer, where, _run_alone(modules.plain_a, entry), own)
+        elif modules.b is not modules.plain_b:
+            _look_at_cast(writer, where, _run_alone(modules.plain_b, entry, functools.partial(casts.cast, how=modules.how)), other)
     except REFUSALS as error:
         writer.refusals.append(f"{where}: B refuses A's inputs: {str(error).splitlines()[0]}")
         return
     exact = None
     if not own.drew:
         try:
-            exact = _run_alone(copy.deepcopy(names.unwrapped(module_a)).double(), entry, _double, autocast=False)
+            exact = _run_alone(copy.deepcopy(names.unwrapped(modules.plain_a)).double(), entry, _double, autocast=False)
         except REFUSALS as error:
             writer.traces[0].notes.append(f"{where}: no float64 replay: {str(error).splitlines()[0]}")
-    given = {leaf.name: leaf.value() for leaf in trees.arguments(entry.args, entry.kwargs)}
+    given = {leaf.name: modules.given(leaf.value()) for leaf in trees.arguments(entry.args, entry.kwargs)}
     writer.pair(call, INPUT, given, given, None)
     writer.pair(call, FORWARD, own.results, other.results, exact and exact.results)
     writer.pair(call, OUTPUT_GRADIENT, entry.gradients, entry.gradients, None)
     writer.pair(call, INPUT_GRADIENT, own.input_gradients, other.input_gradients, exact and exact.input_gradients)
     writer.pair(call, PARAMETER_GRADIENT, own.parameter_gradients, other.parameter_gradients, exact and exact.parameter_gradients)
+
+
+def _look_at_cast(writer: _Writer, where: str, plain: _Alone, cast: _Alone) -> None:
+    """Say what the dtype alone does that is no rounding: numbers beyond its range, and tensors of which it leaves little."""
+    for what, before, after in (
+        (FORWARD, plain.results, cast.results),
+        (INPUT_GRADIENT, plain.input_gradients, cast.input_gradients),
+        (PARAMETER_GRADIENT, plain.parameter_gradients, cast.parameter_gradients),
+    ):
+        for name in before.keys() & after.keys():
+            moved = distance(before[name].cpu(), after[name].cpu())[0]
+            named = f"{where}: {what} {name}".rstrip()
+            if math.isinf(moved):
+                wide, narrow = (str(found[name].dtype).removeprefix("torch.") for found in (before, after))
+                writer.refusals.append(f"{named}: beyond the range of {narrow}, and finite in {wide}")
+            elif moved > LITTLE:
+                writer.traces[0].notes.append(f"{named}: the cast alone changes it by {moved:.2g}")

@@ -22,6 +22,7 @@ import ops_math as om
 from ops_nn.debug import compiled, names, recipe, standing, trees
 from ops_nn.debug.arriving import Pending, records_of
 from ops_nn.debug.figures import step_of
+from ops_nn.debug.numbers import Numbers
 from ops_nn.debug.operators import Operators
 from ops_nn.debug.trace import (
     FORWARD,
@@ -128,9 +129,9 @@ class Observer:
         self.trace, self.gradients, self.limit = trace, gradients, limit_bytes
         self.standing = standing.of(model, every_module)
         self.paths = self.standing.paths
-        self.counts: dict[str, int] = {}
-        self.again: dict[str, int] = {}
-        self.without_graph: dict[str, list[int]] = {}
+        self.numbers = Numbers()
+        self.operations: dict[str, int] = {}
+        self.outside: set[Key] = set()  # gradients of what recomputed functions are given, read where they are summed
         self.table = om.FigureTable()
         self.pending: list[Pending] = []
         self.halves: dict[Key, Tensor] = {}
@@ -195,6 +196,8 @@ class Observer:
         for key, gradient in self.halves.items():  # only one of the two copies was used
             self.see(key, gradient, lasting=False)
         self.halves.clear()
+        if self.numbers.again:
+            self.note("activation checkpointing: modules that were recomputed in the backward count once")
         for words in compiled.notes(self.trace, self.standing, any(p.key.direction == PARAMETER_GRADIENT for p in self.pending)):
             self.note(words)
         self.trace.will_have(records_of(self.table, self.pending))
@@ -293,28 +296,12 @@ class Observer:
         if len(self.pending) > before and -1 not in versions:
             self.sums[place] = _Sum((weakref.ref(leaf.summands[0]), weakref.ref(leaf.summands[1])), versions, self.pending[-1])
 
-    def _number(self, path: str) -> tuple[int | None, bool]:
-        """The number of the call that begins, and whether it is an earlier one that is recomputed.
-
-        A recomputed call has no number where the first run had a graph already: gradients arrive there, and none here.
-        """
-        made = self.counts.get(path, 0)
-        if in_backward() and made:
-            again = self.again[path] = self.again.get(path, 0) + 1
-            self.note("activation checkpointing: modules that were recomputed in the backward count once")
-            numbers = self.without_graph.get(path)  # a backward goes through the calls from the last to the first
-            return None if numbers is None else numbers[max(len(numbers) - again, 0)], True
-        self.counts[path] = made + 1
-        if not torch.is_grad_enabled():
-            self.without_graph.setdefault(path, []).append(made)
-        return made, False
-
     def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module that may be one of the model's."""
         path = self.paths.get(id(module))
         if path is None or torch.jit.is_tracing():
             return _plain_call(module, *args, **kwargs)
-        number, again = self._number(path)
+        number, again = self.numbers.begin(path)
         if number is None:
             return _plain_call(module, *args, **kwargs)
         tensors = list(trees.arguments(args, kwargs))
@@ -348,7 +335,7 @@ class Observer:
             return
         call = self.trace.calls[_TAPE.open[-1]]
         place = f"{call.module}#{call.number}#{operator}"
-        count = self.counts[place] = self.counts.get(place, 0) + 1
+        count = self.operations[place] = self.operations.get(place, 0) + 1
         for leaf in trees.leaves(result, f"{operator} {count}"):
             if leaf.carrier.numel():  # a result that was not asked for is empty
                 self.see(Key(call.module, call.number, FORWARD, leaf.name), leaf.carrier, lasting=False)
@@ -358,22 +345,35 @@ class Observer:
             self.leaf(Key(path, number, direction, leaf.name), leaf)
 
     def _hooks(self, path: str, number: int, direction: str, tensors: Iterable[trees.Leaf]) -> None:
-        """Read the gradients when they arrive."""
-        if not self.gradients or not torch.is_grad_enabled():
+        """Read the gradients when they arrive.
+
+        What a function is given that may be recomputed has two tensors: one for the first run, without a graph, which the gradients of all
+        its users reach, and one for the second, which this function's reach. The first is read, if there is a second run.
+        """
+        graph = torch.is_grad_enabled()
+        if not self.gradients or not (graph or direction == INPUT_GRADIENT):
             return
         for leaf in tensors:
             key, carrier, also = Key(path, number, direction, leaf.name), leaf.carrier, leaf.also
-            if carrier.requires_grad and also is not None and also.requires_grad:
+            if not carrier.requires_grad or key in self.outside:
+                continue
+            if not graph:
+                self.outside.add(key)
+            if also is not None and also.requires_grad:
                 for part in (carrier, also):
-                    part.register_hook(self._part_reader(key))
-            elif carrier.requires_grad and (carrier.is_floating_point() or carrier.is_complex()):
-                carrier.register_hook(self._reader(key))
+                    part.register_hook(self._part_reader(key, graph))
+            elif carrier.is_floating_point() or carrier.is_complex():
+                carrier.register_hook(self._reader(key, graph))
 
-    def _part_reader(self, key: Key) -> Any:
+    def _reads(self, key: Key, graph: bool) -> bool:
+        """Whether a gradient that arrives is the call's: it has a graph, or had one when it was recomputed."""
+        return self.active and (graph or (key.module, key.call) in self.numbers.graphs)
+
+    def _part_reader(self, key: Key, graph: bool) -> Any:
         """One of the two gradients that a tensor and its narrow copy get."""
 
         def read(gradient: Tensor | None) -> None:
-            if not self.active or gradient is None:
+            if gradient is None or not self._reads(key, graph):
                 return
             other = self.halves.pop(key, None)
             if other is None:
@@ -384,9 +384,9 @@ class Observer:
 
         return read
 
-    def _reader(self, key: Key) -> Any:
+    def _reader(self, key: Key, graph: bool) -> Any:
         def read(gradient: Tensor | None) -> None:
-            if self.active and gradient is not None:  # None: of a node with several results, one that nobody used outside
+            if gradient is not None and self._reads(key, graph):  # None: of a node with several results, one that nobody used outside
                 self.see(key, gradient)
 
         return read

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,13 +60,17 @@ def _text(line: Line) -> str:
     return f"{line.what:44} " + " ".join(f"{cell:>9}" for cell in cells)
 
 
-def dump(path: Path, key: Key, a: Trace, b: Trace, precision: float) -> str:
-    """Write the call of a key. Returns why it cannot be, or nothing.
+def dump(folder: Callable[[], Path], name: str, key: Key, a: Trace, b: Trace, precision: float) -> Path | str:
+    """Write the call of a key into a folder, which is asked for when there is something to write. Returns the file, or in words why there
+    is none.
+
+    The file's name ends with a digest of what is in it: another comparison has another one.
 
     Raises:
         OSError: where the file cannot be written.
     """
     tensors: dict[str, Tensor] = {}
+    digest = hashlib.blake2b(digest_size=4)
     for side, trace in (("a", a), ("b", b)):
         for own, record in trace.records.items():
             below = own.direction == PARAMETER and (
@@ -73,9 +79,10 @@ def dump(path: Path, key: Key, a: Trace, b: Trace, precision: float) -> str:
             if below or (own.module, own.call) == (key.module, key.call) or _sums_calls(own, key):
                 if record.tensor is None:
                     return "tensors were not kept: trace both runs with mode='full', or use lockstep"
-                name = own.name if not below else f"{own.module}.{own.name}".removeprefix(f"{key.module}." if key.module else "").strip(".")
-                tensors[f"{side}/{own.direction}/{name}"] = record.tensor
-    if not any(name.startswith(f"a/{INPUT}/") for name in tensors):
+                part = own.name if not below else f"{own.module}.{own.name}".removeprefix(f"{key.module}." if key.module else "").strip(".")
+                tensors[f"{side}/{own.direction}/{part}"] = record.tensor
+                digest.update(f"{side}{own}{record.figures.fingerprint}".encode())
+    if not any(part.startswith(f"a/{INPUT}/") for part in tensors):
         return "the module was not called as such in A: its inputs were not seen"
     call = a.arguments.get(f"{key.module}#{key.call}", {"reason": "the call was not described"})
     header = {
@@ -86,9 +93,10 @@ def dump(path: Path, key: Key, a: Trace, b: Trace, precision: float) -> str:
         "versions": [a.versions, b.versions],
         "precision": precision,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
+    digest.update(json.dumps(header).encode())
+    path = folder() / f"{name}-{digest.hexdigest()}.safetensors"
     write_tensors(path, tensors, {HEADER: json.dumps(header)})
-    return ""
+    return path
 
 
 def _sums_calls(own: Key, key: Key) -> bool:

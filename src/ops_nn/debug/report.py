@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 import ops_math as om
+from ops_nn.debug import casts
 from ops_nn.debug.causes import Cause, first_given, likely_cause
 from ops_nn.debug.compare import Comparison, Culprit, Row
 from ops_nn.debug.figures import Figures
@@ -18,6 +21,7 @@ from ops_nn.debug.trace import FORWARD, INPUT, INPUT_GRADIENT, OUTPUT_GRADIENT, 
 from ops_nn.debug.verdict import BITWISE, DIFFERENT, ROUNDING, Difference
 
 FORMAT = 1
+LOCKSTEP = "lockstep"  # how a report came about; the other way is "traces"
 _SHOWN = 8
 _OPERATOR = re.compile(r"([a-z_]+) \d+(\.\d+)*")  # how a trace names what a fused operator returned: `rms_norm 2.0`
 _FORWARD, _BACKWARD = (FORWARD,), (INPUT_GRADIENT, PARAMETER_GRADIENT)
@@ -79,18 +83,21 @@ class Report:
         verdict: `bitwise`, `within rounding` or `different`, of all that was compared.
         findings: modules whose error is their own, forward order first, then backward order.
         rows: every tensor that was compared, in the order of A.
-        refusals: in lockstep, modules of B that cannot run on A's inputs, with the reason.
+        refusals: in lockstep, modules of B that cannot run on A's inputs, or whose dtype cannot hold A's results, with the reason.
         structure: how the models differ, the first first; notes: what is to be known of the observation.
         given: a difference of the batch, which explains all that follows.
         operators: for each fused operator that was seen (`observe="operators"`), PyTorch's functions that it stands for.
+        dtypes: of A and of B, where most weights, or autocast, have another one in B; None where not.
         reproduce: how to reproduce the first finding.
         dumped: the file for `ops-math replay`, or None.
     """
 
-    def __init__(self, comparison: Comparison, how: str, refusals: Sequence[str] = ()) -> None:
+    def __init__(self, comparison: Comparison, how: str, refusals: Sequence[str] = (), dtypes: tuple[str, str] | None = None) -> None:
         self.how, self.precision = how, comparison.precision
         self.rows: list[Row] = comparison.rows
         self.structure, self.given = comparison.structure, first_given(comparison)
+        self.dtypes = casts.of_traces(comparison.a, comparison.b) if dtypes is None else dtypes
+        self.migration = _migration(self.dtypes, how)
         self.findings = tuple(_finding(comparison, culprit) for culprit in comparison.culprits)
         self.versions = (comparison.a.versions, comparison.b.versions)
         self.notes = [f"{name}: {note}" for name, trace in (("A", comparison.a), ("B", comparison.b)) for note in trace.notes]
@@ -99,6 +106,8 @@ class Report:
         self.verdict = next((v for v in (DIFFERENT, ROUNDING) if self.counts[v]), BITWISE)
         self.refusals = list(refusals)
         self.operators = _operators(comparison)
+        if self.dtypes is not None and self.verdict == BITWISE:
+            self.verdict = ROUNDING  # one model was cast
         if self.findings or self.refusals:
             self.verdict = DIFFERENT
         self.largest = max(self.rows, key=lambda row: row.difference.l2, default=None)
@@ -116,6 +125,8 @@ class Report:
         lines = [f"{self.verdict}: {len(self.rows)} tensors compared ({self.how}), {counts}"]
         if self.given:
             lines.append(f"first of all: {self.given}")
+        if self.migration:
+            lines.append(f"dtypes: {self.migration}")
         if self.first is not None:
             lines.append(f"first: {self.first}")
             lines += [f"    {what:32} A {_figures(a)}\n    {'':32} B {_figures(b)}" for what, a, b in self.first.tensors[:_SHOWN]]
@@ -149,6 +160,7 @@ class Report:
             "precision": self.precision,
             "counts": dict(self.counts),
             "given": None if self.given is None else self.given._asdict(),
+            "dtypes": None if self.dtypes is None else list(self.dtypes),
             "findings": [_plain_finding(finding) for finding in self.findings],
             "rows": [
                 {
@@ -192,6 +204,25 @@ class Report:
         for kind, text in texts.items():
             replace(place / f"comparison.{kind}", lambda path, text=text: path.write_text(text, encoding="utf-8"))  # type: ignore[misc]
         return place
+
+
+def _migration(dtypes: tuple[str, str] | None, how: str) -> str:
+    """What to do about two dtypes, and what was done in lockstep."""
+    if dtypes is None:
+        return ""
+    said = f"A is in {dtypes[0]} and B in {dtypes[1]}"
+    if "autocast" in "".join(dtypes):
+        bare, other = ("A", "B") if dtypes[0].startswith("no ") else ("B", "A")
+        return f"{said}, which every module shows: trace {bare} once more under the autocast of {other}, and compare {other} with that"
+    own, other = getattr(torch, dtypes[0]), getattr(torch, dtypes[1])
+    wide, narrow, dtype = ("B", "A", dtypes[0]) if casts.wide_is_b((own, other)) else ("A", "B", dtypes[1])
+    if how == LOCKSTEP:
+        return f"{said}: {wide}'s modules ran cast to {dtype}, as {narrow}'s are, so that what differs is not the dtype's doing"
+    return (
+        f"{said}, which every module shows, and traces do not tell it from a fault. Trace {wide} once more after "
+        f"model_{wide.lower()}.to(torch.{dtype}) and compare {narrow} with that; or run checker.lockstep(model_a, model_b, "
+        f"lambda model: model(...).loss), which casts {wide}'s modules"
+    )
 
 
 def _operators(comparison: Comparison) -> dict[str, tuple[str, ...]]:

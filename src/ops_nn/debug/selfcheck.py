@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -47,7 +48,7 @@ class SelfCheck(NamedTuple):
         first: where the runs first part, None where every bit repeats.
         cause: the likely cause, None where every bit repeats.
         notes: what is to be known besides: sources of entropy that were used, operators without a deterministic implementation.
-        folder: where the traces are.
+        folder: where the traces are; None where every bit repeats and no folder was named.
     """
 
     steps: int
@@ -56,7 +57,7 @@ class SelfCheck(NamedTuple):
     first: Part | None
     cause: Cause | None
     notes: tuple[str, ...]
-    folder: Path
+    folder: Path | None
 
     @property
     def repeats(self) -> bool:
@@ -70,7 +71,7 @@ class SelfCheck(NamedTuple):
             lines = [f"does not repeat: {self.differing} of {self.tensors} tensors of {self.steps} steps differ", f"first: {self.first}"]
             lines.append(f"likely cause: {self.cause}")
         lines += [f"note: {note}" for note in self.notes]
-        if self.first is not None:
+        if self.first is not None and self.folder is not None:
             step = self.first.step
             lines.append(f"traces: ops-math compare {self.folder / 'a' / f'step-{step}'} {self.folder / 'b' / f'step-{step}'}")
         return "\n".join(lines)
@@ -85,7 +86,7 @@ class SelfCheck(NamedTuple):
             "first": None if self.first is None else {"step": self.first.step, **self.first.key._asdict()},
             "cause": None if self.cause is None else self.cause._asdict(),
             "notes": list(self.notes),
-            "folder": str(self.folder),
+            "folder": None if self.folder is None else str(self.folder),
         }
 
 
@@ -136,7 +137,8 @@ def selfcheck(
         script: a Python file with `function()`, which returns (model, step); `step()` runs forward and backward of one step.
         function: its name.
         steps: to run in each process.
-        folder: for the traces; by default one of its own below the system's folder for temporary files.
+        folder: for the traces; by default one of its own below the system's folder for temporary files, which is taken away again but for
+            the two runs where they part.
         seconds: how long one process may take [s].
 
     Raises:
@@ -150,23 +152,39 @@ def selfcheck(
         raise om.ArgumentError(f"selfcheck: steps must be at least 1; got {steps}. Pass 2, so that an optimizer's step counts too.")
     if not seconds > 0:
         raise om.ArgumentError(f"selfcheck: seconds must be above 0; got {seconds:g}. Pass the time that one process may take [s].")
-    place = Path(tempfile.mkdtemp(prefix="ops-math-selfcheck-")) if folder is None else Path(folder).resolve()
-    runner = _Runner(path, function, place, steps, seconds)
+    if folder is not None:
+        return _checked(_Runner(path, function, Path(folder).resolve(), steps, seconds))
+    place = Path(tempfile.mkdtemp(prefix="ops-math-selfcheck-"))
+    named: tuple[str, ...] = ()
+    try:
+        found = _checked(_Runner(path, function, place, steps, seconds))
+        named = () if found.repeats else ("a", "b")
+        return found if named else found._replace(folder=None)
+    finally:
+        for part in place.iterdir():
+            if part.name not in named:
+                shutil.rmtree(part)
+        if not named:
+            place.rmdir()
+
+
+def _checked(runner: _Runner) -> SelfCheck:
+    """Run twice, and where the runs part once more to say why."""
     a, b = runner.run("a", AS_IT_IS), runner.run("b", AS_IT_IS)
     if all(key.direction == PARAMETER for trace in a.traces for key in trace.records):
         raise om.ArgumentError(
-            f"selfcheck: the step of {function}() must call the model that is returned with it; got a step in which no module of it ran. "
-            "Return (model, step) of one model."
+            f"selfcheck: the step of {runner.function}() must call the model that is returned with it; got a step in which no module of it "
+            "ran. Return (model, step) of one model."
         )
     keys = differing(a, b)
     tensors = sum(len(t.records) for t in a.traces)
     notes = [f"fresh entropy: {words}" for words in a.facts["entropy"]]
     if not keys:
-        return SelfCheck(steps, tensors, 0, None, None, tuple(notes), place)
+        return SelfCheck(runner.steps, tensors, 0, None, None, tuple(notes), runner.folder)
     first = earliest(keys)
     cause, alerts = _cause(runner, a, b, first)
     notes += [f"no deterministic implementation: {name}" for name in alerts]
-    return SelfCheck(steps, tensors, len(keys), first, cause, tuple(notes), place)
+    return SelfCheck(runner.steps, tensors, len(keys), first, cause, tuple(notes), runner.folder)
 
 
 def differing(a: Run, b: Run) -> list[Part]:
