@@ -108,7 +108,7 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None = None, *, approximate: str 
             # In words here, not in the backward.
             checks.refuse("gelu at determinism level 3", levels_gelu.BIAS, "Add it before, om.gelu(x + bias), or ask for level 2.")
         way = _GELU.first((x, bias), (approximate,), store_dtype(x))
-    y: torch.Tensor = (way.record or OP.fwd)(x, bias, approximate, way.out)
+    y: torch.Tensor = (OP.fwd if way.record is None else way.record)(x, bias, approximate, way.out)
     return y
 
 

@@ -226,7 +226,7 @@ def rope(
             return plain.rope(q, k, cos, sin, interleaved=interleaved, position_ids=position_ids, rotary_dim=width)
         heads = Heads(0, 0, width, interleaved)
         way = _ROPE.first((q, k, cos, sin), (rotary_dim, interleaved), store_dtype(q), heads, keep=position_ids is None)
-    turned: Any = way.record or _turn
+    turned: Any = _turn if way.record is None else way.record
     return turned(q, k, cos, sin, position_ids, way.more, way.out)
 
 

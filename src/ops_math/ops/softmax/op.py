@@ -65,7 +65,7 @@ _SOFTMAX = Usual(_Softmax)
 
 
 def _last(way: Way, x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = (way.record or OP.fwd)(x, way.out)
+    y: torch.Tensor = (OP.fwd if way.record is None else way.record)(x, way.out)
     return y
 
 
