@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
-STEPS, NORMS, ATTENTION = "h200.jsonl", "h200_norms_2026-11-29.txt", "h200_attention_2026-11-29.txt"
+STEPS, NORMS, ATTENTION = "h200.jsonl", "h200_norms_2026-11-30.txt", "h200_attention_2026-11-29.txt"
 
 
 class Model(NamedTuple):
@@ -162,7 +162,7 @@ def floor_words(rows: list[dict[str, Any]]) -> str:
 
 
 def source(lines: list[str], where: str) -> str:
-    """`tools/gpu/norm_sweep.py` (13914c9), as a sweep's first line has it."""
+    """`tools/gpu/norm_sweep.py` (b366028), as a sweep's first line has it."""
     found = the_one(lines[:1], r"commit (\w+); .*python3? (tools/gpu/\w+\.py)", where)
     return f"`{found[2]}` ({found[1]})"
 

@@ -117,7 +117,7 @@ def invariant_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[
         first = 32 if block_n <= 1024 or not p.dropout_p else 16 if block_n <= 4096 else 8
         wishes = tuple(sorted(((2048, 16, 1), (4096, 16, 1), (2048, 32, 1), (2048, 8, 1), (2048, 16, 2)), key=lambda w: w[1] != first))
         if block_n == 8192 and alignment(p.cols) == 16 and device.kind == "cuda" and not (p.residual or p.dropout_p):
-            # H200, bf16, 8,192 columns: 0.93 of a copy with 4 warps, 0.85 with 8; 5,120: 0.74 and 0.63 (128 registers a thread, no spill).
+            # H200, bf16, this walk in a kernel of its own: 8,192 columns 0.93 of a copy with 4 warps, 0.85 with 8; 5,120 0.74 and 0.63.
             wishes = ((2048, 64, 1), *wishes)
         if block_n < 1024:  # a narrow row is one warp's with 8 values a thread; larger tiles spill on sm_80 and sm_100 (8 bytes)
             wishes = ((1024, 8, 1), *wishes)
