@@ -41,7 +41,7 @@ def jobs(rows: Path, out: Path) -> list[Job]:
     lengths, curves = f"{steps} --no-gradients", f"benchmarks/curves.py --results {rows}"
     floor, unequal = f"{lengths} --floor", "ops,documents,padded,trimmed"
     calibrate = f"{CLI} calibrate --dtype bf16 --seconds 100"
-    suite = "-m pytest tests src/ops_math -q -p no:cacheprovider --timeout 100 --tb=short"
+    suite = "-m pytest tests src/ops_math -v -p no:cacheprovider --timeout 100 --tb=short"  # each test's name: a run may be stopped
     return [
         Job("suite", "suite", f"{suite} -m 'gpu and not alone' -n {workers}", 400, 12),
         Job("suite", "suite alone", f"{suite} -m 'gpu and alone'", 150, 6),
@@ -100,7 +100,8 @@ def run(job: Job, folder: Path) -> str:
             outcome = f"STOPPED after {job.limit} s"
             _stop(process)
     lines = [line for line in path.read_text(errors="replace").splitlines() if "Warning" not in line and "_warn_once" not in line]
-    shown = "\n".join(line[:220] for line in lines[-job.tail :])
+    failed = [line for line in lines[: -job.tail] if " FAILED " in line]
+    shown = "\n".join(line[:220] for line in [*failed, *lines[-job.tail :]])
     return f"== {job.group}: {job.name}: {outcome}, {time.perf_counter() - start:.0f} s\n{shown}"
 
 
