@@ -35,7 +35,10 @@ def fail(operator: str, argument: str, needs: str, got: str, do: str) -> NoRetur
 
 def not_called(operator: str, sentence: str, do: str) -> NoReturn:
     """Raise a `CallError`: what was given by which name or place, not what its value is."""
-    raise CallError(f"{operator}: {sentence}. {do}") from None
+    error = CallError(f"{operator}: {sentence}. {do}")
+    if torch.compiler.is_dynamo_compiling():  # Dynamo of PyTorch 2.11 fails over `from` with an exception that is not Python's own
+        raise error
+    raise error from None
 
 
 def refuse(what: str, reason: str, do: str) -> NoReturn:

@@ -67,7 +67,8 @@ def call(key: Hashable, function: Function, tensors: Sequence[torch.Tensor], ope
 
     Args:
         key: all that the function depends on beside its tensors.
-        function: pure, returns a tuple of tensors.
+        function: pure, returns a tuple of tensors; a value that it rounds to 16 bits and widens again it returns as well, or the C++ of
+            PyTorch 2.11 goes on with the value before rounding.
         tensors: contiguous.
         open_dims: of each tensor the dimensions whose size is left open; 0 and 1 are sizes of their own all the same.
 

@@ -36,9 +36,9 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     target = torch.empty_like(source)
     copy_us = _median_us(functools.partial(target.copy_, source), device)
     del source, target
-    rates = {}
+    rates, own = {}, torch.Generator(device).manual_seed(0)  # the user's random numbers stay as they are
     for dtype in (torch.bfloat16, torch.float32):
-        a = torch.randn(size.width, size.width, device=device, dtype=torch.float32).to(dtype)
+        a = torch.randn(size.width, size.width, device=device, generator=own).to(dtype)
         rates[dtype] = 2 * size.width**3 / _median_us(functools.partial(torch.mm, a, a), device) / 1e6
     del a
     if device.type == "cuda":

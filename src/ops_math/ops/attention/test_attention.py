@@ -304,3 +304,10 @@ def test_tokens_without_any_document_are_refused_since_nobody_would_write_their_
     with pytest.raises(om.ArgumentError, match=r"^attention: cu_seqlens_k must be of shape \[documents \+ 1\]; got \[1\]"):
         om.attention(x[:0], x, x, cu_seqlens_q=none, cu_seqlens_k=none)
     assert om.attention(x[:0], x[:0], x[:0], cu_seqlens_q=none).shape == (0, 2, 8)
+
+
+def test_trying_what_the_cpu_kernels_take_leaves_the_users_random_numbers_as_they_are() -> None:
+    vendor._cpu_groups.cache_clear()
+    before = torch.get_rng_state()
+    vendor._cpu_groups()
+    assert torch.equal(torch.get_rng_state(), before)
