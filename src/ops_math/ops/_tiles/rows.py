@@ -2,8 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import triton
 import triton.language as tl
+
+from ops_math.spec import Device
+
+
+def held_whole(
+    rows: int, block_n: int, wishes: Iterable[tuple[int, int, int, int]], device: Device, phase: str
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Rows and columns a tile, warps, programs and stages, of each wish that is legal, once, where a row lies in registers.
+
+    A wish is values a tile, values a thread, stages, and warps a core, as many as the registers hold. The forward starts one program for
+    each tile unless it loads ahead; else programs are persistent.
+    """
+    lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
+    seen = set()
+    for tile, values, num_stages, warps_a_core in wishes:
+        block_m = max(1, min(tile // block_n, 16))
+        num_warps = min(max(block_m * block_n // (values * lanes), 1), most_warps)
+        tiles, most = max(-(-rows // block_m), 1), device.num_cores * max(warps_a_core // num_warps, 1)
+        found = (block_m, block_n, num_warps, min(tiles, most) if phase == "bwd" or num_stages > 1 else tiles, num_stages)
+        fits = block_m * block_n <= max(values, 32) * num_warps * lanes
+        if found not in seen and fits and (device.kind != "hip" or num_stages == 1):
+            seen.add(found)
+            yield found
 
 
 @triton.jit

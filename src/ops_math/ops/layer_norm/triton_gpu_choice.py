@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ops_math.layout import alignment
 from ops_math.ops._tiles.ends import held, held_blocks, off_grid, persistent, widths
+from ops_math.ops._tiles.rows import held_whole
 from ops_math.ops.layer_norm import triton_gpu_held
 from ops_math.ops.layer_norm.problem import LayerNormProblem
 from ops_math.ops.layer_norm.triton_gpu_config import Config
@@ -106,9 +107,8 @@ def _late_configs(p: LayerNormProblem, device: Device) -> tuple[Config, ...]:
 def invariant_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[Config, ...]:
     """Those whose order of sums does not follow a row's place among its neighbours, best guess first."""
     if is_wide(p, phase):
-        held_whole = tuple(c for c in _held_configs(p, device, phase) if not c.ends)
-        return held_whole + _columns_configs(p, device, phase) or _wide_configs(p, device)
-    lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
+        not_cut = tuple(c for c in _held_configs(p, device, phase) if not c.ends)
+        return not_cut + _columns_configs(p, device, phase) or _wide_configs(p, device)
     block_n = next_power_of_2(max(p.cols, 8 if p.dropout_p else 1))  # a tile of the mask has eight columns at least
     # Values a tile, values a thread, stages; the forward starts one program for each tile unless it loads ahead. The backward takes one
     # row where it can: four rows of 1,024 halve its speed (H200: 1,571 against 3,170 GB/s with two), since their sum crosses warps.
@@ -139,19 +139,10 @@ def invariant_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[
         wishes = ((2048, 16, 2), *(w for w in wishes if w != (2048, 16, 2)))
     if (one_by_one or 2 <= alignment(p.cols) < 16) and phase == "bwd" and block_n >= 4096:  # rows loaded ahead are slower or spill
         wishes = ((1024, 16, 1), *(w for w in wishes if w != (1024, 16, 1)))
-    found: list[Config] = []
-    for tile, values, num_stages in wishes:
-        block_m = max(1, min(tile // block_n, 16))
-        num_warps = min(max(block_m * block_n // (values * lanes), 1), most_warps)
-        tiles = max(-(-p.rows // block_m), 1)
-        # As many as the registers hold: rows that are not read 16 bytes at a time take 148 of them (sm_90, 1,164 columns, three stages).
-        narrow = alignment(p.cols) < 16 and block_n < 4096 and num_stages == 3 and values > 8
-        per_core = max((32 if phase == "fwd" else 12 if narrow else 16) // num_warps, 1)
-        persistent = phase == "bwd" or num_stages > 1
-        config = Config(block_m, block_n, num_warps, min(tiles, device.num_cores * per_core) if persistent else tiles, num_stages)
-        if config not in found and block_m * block_n <= max(values, 32) * num_warps * lanes and (device.kind != "hip" or num_stages == 1):
-            found.append(config)
-    return tuple(found)
+    # Rows that are not read 16 bytes at a time take 148 registers a thread (sm_90, 1,164 columns, three stages).
+    narrow = phase == "bwd" and alignment(p.cols) < 16 and block_n < 4096
+    warps = ((*w, 32 if phase == "fwd" else 12 if narrow and w[2] == 3 and w[1] > 8 else 16) for w in wishes)
+    return tuple(Config(*fields) for fields in held_whole(p.rows, block_n, warps, device, phase))
 
 
 def _plain_bwd(p: LayerNormProblem, phase: str) -> bool:

@@ -15,7 +15,7 @@ from ops_math.backends.launch import launch
 from ops_math.dispatch import absent
 from ops_math.layout import alignment, as_rows
 from ops_math.ops._tiles.ends import held, held_blocks, off_grid, persistent, same_cut, widths
-from ops_math.ops._tiles.rows import rms_norm_gradient
+from ops_math.ops._tiles.rows import held_whole, rms_norm_gradient
 from ops_math.ops._tiles.walk import multiple_of
 from ops_math.ops.rms_norm import triton_gpu_ends as cut
 from ops_math.ops.rms_norm import triton_gpu_held
@@ -103,7 +103,6 @@ def invariant_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Co
         warps = (16, 8, 4) if alignment(p.cols) > 1 else (4, 8, 16)
         found = tuple(Config(1, WIDE_BLOCK, num_warps, num_programs, 1) for num_warps in warps)
         return found if phase == "fwd" else _wide_bwd_configs(p, device, found)
-    lanes, most_warps = (64, 16) if device.kind == "hip" else (32, 32)
     block_n = next_power_of_2(max(p.cols, 1))
     # Values a tile, values a thread, stages; the forward starts one program for each tile unless it loads ahead. The backward takes one
     # row where it can: four rows of 1,024 halve its speed (H200: 1,571 against 3,170 GB/s with two), since their sum crosses warps.
@@ -118,26 +117,17 @@ def invariant_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Co
             wishes = ((2048, 16, 3), *(w for w in wishes if w != (2048, 16, 3)))
     if 2 <= alignment(p.cols) < 16 and phase == "bwd" and block_n > 4096:  # rows loaded ahead spill there (sm_90, 8 bytes)
         wishes = ((1024, 16, 1), *(w for w in wishes if w != (1024, 16, 1)))
-    found: list[Config] = []
-    for tile, values, num_stages in wishes:
-        block_m = max(1, min(tile // block_n, 16))
-        num_warps = min(max(block_m * block_n // (values * lanes), 1), most_warps)
-        tiles = max(-(-p.rows // block_m), 1)
-        per_core = max((32 if phase == "fwd" else 16) // num_warps, 1)  # as many as the registers hold
-        persistent = phase == "bwd" or num_stages > 1
-        config = Config(block_m, block_n, num_warps, min(tiles, device.num_cores * per_core) if persistent else tiles, num_stages)
-        if config not in found and block_m * block_n <= 32 * num_warps * lanes and (device.kind != "hip" or num_stages == 1):
-            found.append(config)
-    return tuple(found)
+    warps = ((*wish, 32 if phase == "fwd" else 16) for wish in wishes)  # as many as the registers hold
+    return tuple(Config(*fields) for fields in held_whole(p.rows, block_n, warps, device, phase))
 
 
 def _wide_bwd_configs(p: RmsNormProblem, device: Device, by_columns: tuple[Config, ...]) -> tuple[Config, ...]:
     """Backward of wide rows that are not cut: with the row kept before all in registers, and before what reads a row again (H200, bf16,
     12,288 columns: 0.87, 0.80 and 0.58 of a copy; at 16,384 0.91, 0.86 and 0.70)."""
-    held_whole = tuple(c for c in _held_configs(p, device, "bwd") if not c.ends)
-    kept = tuple(c for c in held_whole if c.num_stages == c.blocks)
+    not_cut = tuple(c for c in _held_configs(p, device, "bwd") if not c.ends)
+    kept = tuple(c for c in not_cut if c.num_stages == c.blocks)
     on_the_way = _persistent_configs(p, device) if alignment(p.cols) > 1 else ()  # value by value 0.25 of a copy, by columns 0.36
-    return (*kept, *_whole_configs(p, device), *(c for c in held_whole if c not in kept), *on_the_way, *by_columns)
+    return (*kept, *_whole_configs(p, device), *(c for c in not_cut if c not in kept), *on_the_way, *by_columns)
 
 
 def _holds_sums(p: RmsNormProblem) -> bool:
