@@ -6,6 +6,7 @@ Run as a program with TRITON_INTERPRET=1, it checks the kernels and prints one J
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -117,28 +118,35 @@ def drawn(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def cases() -> list[tuple[list[list[torch.Tensor]], bool]]:
-    """Lists of tensors that are added together, one list after the other, and whether with sketches."""
-    found = [([[drawn(n, dtype)] for n in (0, 1, 3, 1025, 9001)], True) for dtype in DTYPES]
-    found += [([[drawn(5, dtype), drawn(9001, dtype), drawn(0, dtype), drawn(77, dtype, 1)]], True) for dtype in DTYPES]
+    """Lists of tensors that are added together, one list after the other, and whether with sketches; first one of each kind, then the
+    others, since the interpreter takes seconds for all and most faults are seen by any of a kind."""
+    singly = [([[drawn(n, dtype)] for n in (0, 1, 3, 1025, 9001)], True) for dtype in DTYPES]
+    together = [([[drawn(5, dtype), drawn(9001, dtype), drawn(0, dtype), drawn(77, dtype, 1)]], True) for dtype in DTYPES]
+    not_finite, of_chunks, whole_chunks = [], [], []
     for dtype in DTYPES[:4]:
         z = drawn(5000, dtype)
         z[77] = -math.inf
         z[78] = math.nan
-        found.append(([[z], [z[1:]], [z[1:3000]]], True))
+        not_finite.append(([[z], [z[1:]], [z[1:3000]]], True))
     for dtype in DTYPES[:2]:  # of three chunks and of two, which the interpreter takes half a second for
         x = drawn(2 * CHUNK_BYTES // dtype.itemsize + 57001, dtype)
         y = x[: CHUNK_BYTES // dtype.itemsize + 57001].clone()
         x[7], y[-1] = math.nan, math.inf
-        found.append(([[x, drawn(3000, dtype)], [y]], True))
+        of_chunks.append(([[x, drawn(3000, dtype)], [y]], True))
     for dtype in DTYPES[2:6]:  # a whole chunk, and the first words of another
-        found.append(([[drawn(CHUNK_BYTES // dtype.itemsize + 3, dtype)]], True))
+        whole_chunks.append(([[drawn(CHUNK_BYTES // dtype.itemsize + 3, dtype)]], True))
     whole = drawn(CHUNK_BYTES // 4, torch.float32)
-    found.append(([[whole * 2e-24], [whole * 1e-25], [whole * 1e25], [whole * 0], [-whole.abs()]], True))
-    found.append(([[whole[: 3 * whole.numel() // 4]]], True))  # behind its end there is more
-    found.append(([[drawn(3000, torch.float32)], [-drawn(3000, torch.float32).abs()], [drawn(5, torch.float32)]], False))
-    found.append(([[drawn(2001, torch.float32)] * eager.KEPT + [drawn(700, torch.float32)]], True))
-    found.append(([[drawn(3001, torch.float32) * 1e-30, drawn(3001, torch.float32) * 1e30]], False))
-    return found
+    sizes = [
+        ([[drawn(3001, torch.float32) * 1e-30, drawn(3001, torch.float32) * 1e30]], False),
+        ([[whole[: 3 * whole.numel() // 4]]], True),  # behind its end there is more
+        ([[whole * 2e-24], [whole * 1e-25], [whole * 1e25], [whole * 0], [-whole.abs()]], True),
+    ]
+    many = [
+        ([[drawn(3000, torch.float32)], [-drawn(3000, torch.float32).abs()], [drawn(5, torch.float32)]], False),
+        ([[drawn(2001, torch.float32)] * eager.KEPT + [drawn(700, torch.float32)]], True),
+    ]
+    kinds = (singly, together, not_finite, many, sizes, whole_chunks, of_chunks)
+    return [case for of_each in itertools.zip_longest(*kinds) for case in of_each if case is not None]
 
 
 def differences(one: torch.Tensor, other: torch.Tensor) -> list[str]:
