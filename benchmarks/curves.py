@@ -3,13 +3,16 @@
     python benchmarks/curves.py --model llama-1b --variants packed+adamw --results benchmarks/results/h200.jsonl
     python benchmarks/curves.py --model bert-large --variants ops,packed+graphed --results benchmarks/results/h200.jsonl
     python benchmarks/curves.py --model bert-large --variants ops --no-dropout      # without the masks' noise
+    python benchmarks/curves.py --model bert-large --variants ops --no-dropout --lr 5e-5 --runs 4 --again 3      # and how probable it is
     python benchmarks/curves.py --model llama-1b --planted 1.01      # and whether gradients that are 1 % wrong would be seen
     python benchmarks/curves.py --model llama-tiny --batch 2 --seq 64 --steps 60      # on a CPU; also bert-tiny
 
 The setups are those of benchmarks/steps.py; the text is that of Python's own standard library. Runs come one after the other: plain
 PyTorch, each variant, and plain PyTorch `--runs` more times, from weights that were moved by one ulp or, with dropout, with other masks.
 Loss is averaged over windows of 20 steps; the distance of two curves is the greatest over windows. A variant coincides when it is no
-farther from the nearest plain run than twice the greatest distance between two plain runs. Exits with 1 when one does not.
+farther from the nearest plain run than twice the greatest distance between two plain runs. With `--again` a variant is trained several
+times too, and its runs are held to the plain ones together, by the share of all ways to divide these runs in two groups in which the
+means of the two are as far apart; that decides then. Exits with 1 when a variant does not coincide.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ def asked_for() -> tuple[Asked, str | None]:
     parser.add_argument("--runs", type=int, default=curves.RUNS, help="of plain PyTorch beyond the first, at least 2")
     parser.add_argument("--lr", type=float, help="peak learning rate, by default the preset's")
     parser.add_argument("--planted", type=float, metavar="FACTOR", help="one more plain run, input gradients of branches times FACTOR")
+    parser.add_argument("--again", type=int, default=0, help="of each variant beyond the first, moved likewise")
     parser.add_argument("--no-dropout", action="store_true", help="plain runs then differ by weights moved by one ulp")
     parser.add_argument("--results")
     given = parser.parse_args()
@@ -49,7 +53,7 @@ def asked_for() -> tuple[Asked, str | None]:
     setup = setup._replace(**{name: value for name, value in changed.items() if value is not None})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     variants, dropout = tuple(given.variants.split(",")), not given.no_dropout
-    asked = Asked(given.model, setup, variants, device, given.steps, given.runs, given.lr, given.planted, dropout)
+    asked = Asked(given.model, setup, variants, device, given.steps, given.runs, given.lr, given.planted, dropout, given.again)
     try:
         curves.check(asked)
     except ArgumentError as error:
@@ -78,7 +82,7 @@ def judge(asked: Asked, found: list[Curve]) -> tuple[list[dict[str, Any]], bool]
     judged, fine = [], True
     for curve in [curve for curve in found if curve not in plain]:
         verdict = curves.verdict(plain, curve)
-        fine &= verdict.coincides or curve in planted
+        fine &= verdict.coincides or curve in planted or asked.again > 0
         print(f"{asked.model} {curve.name} {verdict}; last window {curve.means(curves.WINDOW)[-1]:.4f}", flush=True)
         row = {"benchmark": "curve verdict", "variant": curve.variant, "run": curve.run, **verdict._asdict()}
         row |= {
@@ -89,6 +93,13 @@ def judge(asked: Asked, found: list[Curve]) -> tuple[list[dict[str, Any]], bool]
             "coincides": verdict.coincides,
         }
         judged.append(row | {"final_loss": curve.means(curves.WINDOW)[-1], "plain_final": [p.means(curves.WINDOW)[-1] for p in plain]})
+    for variant in asked.variants if asked.again else ():
+        others = [curve for curve in found if curve.variant == variant]
+        group = curves.together(plain, others)
+        fine &= group.coincides
+        print(f"{asked.model} {variant}: {len(others)} runs and {len(plain)} plain ones {group}", flush=True)
+        row = {"benchmark": "curve group", "variant": variant, "runs": len(others), "plain_runs": len(plain), **group._asdict()}
+        judged.append(row | {"alpha": curves.ALPHA, "noise": asked.noise, "window": curves.WINDOW, "coincides": group.coincides})
     return judged, fine
 
 

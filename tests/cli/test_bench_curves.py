@@ -237,6 +237,10 @@ def test_the_rate_warms_up_and_reaches_a_tensor_in_place(tokens):
     [
         ({"runs": 1}, r"^bench curves: --runs must be at least 2; got 1\."),
         ({"steps": 1}, r"^bench curves: --steps must be at least 2; got 1\."),
+        (
+            {"runs": 2, "again": 2},
+            r"^bench curves: --again must be so many .* 2%; got 3 plain runs and 3 of a variant, where it is 10\.0% at",
+        ),
         ({"variants": ("plain",)}, r"^bench curves: --variants must be other than plain, on full sequences; got 'plain'\."),
         ({"variants": ("ops+trimmed",)}, r"^bench curves: --variants must be other than plain, on full sequences; got 'ops\+trimmed'\."),
     ],
@@ -284,3 +288,60 @@ def test_the_script_refuses_in_words(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         script.main()
     assert "bench curves: --runs must be at least 2; got 1." in capsys.readouterr().err
+
+
+def test_runs_together_differ_where_few_ways_to_divide_them_part_them_so_far():
+    plain = [curve([3.0, 2.0 + moved]) for moved in (0.0, 0.1, 0.2, 0.3, 0.4)]
+    ours = [curve([3.0, 2.0 + moved]) for moved in (0.05, 0.15, 0.25, 0.35)]
+    found = curves.together(plain, ours, width=1)
+    assert found.coincides
+    assert found.gap == pytest.approx(0.0)
+    assert found.chance == 1.0
+    assert str(found) == "coincide together: 0.00e+00 between the means, as much or more in 100.0% of 126 ways to divide the runs"
+    found = curves.together(plain, [curve([3.0, 3.5 + moved]) for moved in (0.0, 0.1, 0.2, 0.3)], width=1)
+    assert not found.coincides
+    assert found.gap == pytest.approx(1.45)
+    assert found.chance == curves.least_chance(5, 4) == 1 / 126
+    assert curves.together(plain, [*ours[1:], curve([3.0, math.nan])], width=1) == curves.Together(math.inf, 0.0, 126)
+    assert curves.together(plain[:4], ours, width=1).ways == 70
+    apart = curves.together([curve([1.0 + k / 100]) for k in range(4)], [curve([2.0 + k / 100]) for k in range(4)], width=1)
+    assert apart.chance == curves.least_chance(4, 4) == 2 / 70
+
+
+def test_runs_of_one_kind_are_called_different_as_seldom_as_stated():
+    generator = torch.Generator().manual_seed(5)
+    trials = 400
+    drawn = torch.randn(trials, 9, 10, generator=generator).cumsum(2)  # windows that move together
+    wrong = sum(not curves.together(*_divided(runs), width=1).coincides for runs in drawn.tolist())
+    assert wrong / trials < curves.ALPHA + 3 * math.sqrt(curves.ALPHA / trials)
+
+
+def _divided(runs):
+    found = [curve(run) for run in runs]
+    return found[:5], found[5:]
+
+
+def test_variants_are_trained_again_from_moved_weights(tokens):
+    found = list(curves.measure(curves.Asked("llama-tiny", SMALL, ("ops",), "cpu", 6, runs=4, again=3), tokens))
+    assert [one.variant for one in found] == ["plain", "ops", *["plain"] * 4, *["ops"] * 3]
+    assert [one.run for one in found[-3:]] == [f"weights moved {k}" for k in (1, 2, 3)]
+    assert len({one.losses for one in found if one.variant == "ops"}) == 4
+
+
+@pytest.mark.parametrize(("shift", "code"), [(0.05, 0), (0.9, 1)])
+def test_the_script_judges_runs_together(tmp_path, monkeypatch, capsys, shift, code):
+    def measure(asked, tokens):
+        yield from (curves.Curve("plain", str(k), (2.0 + k / 10,) * 2, 1.0) for k in range(5))
+        yield from (curves.Curve("ops", str(k), (2.0 + shift + k / 10,) * 2, 1.0) for k in range(4))
+
+    monkeypatch.setattr(script.curves, "measure", measure)
+    monkeypatch.setattr(script.text, "standard_library", lambda: WORDS)
+    path = tmp_path / f"{code}.jsonl"
+    options = f"--model llama-tiny --variants ops --batch 1 --seq 16 --steps 2 --runs 4 --again 3 --results {path}"
+    monkeypatch.setattr("sys.argv", ["benchmarks/curves.py", *options.split()])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == code
+    assert f"llama-tiny ops: 4 runs and 5 plain ones {'DIFFER' if code else 'coincide'} together: " in capsys.readouterr().out
+    row = json.loads(path.read_text().splitlines()[-1])
+    assert (row["benchmark"], row["coincides"], row["ways"], row["runs"]) == ("curve group", code == 0, 126, 4)

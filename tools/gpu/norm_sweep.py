@@ -1,11 +1,12 @@
 """Norms, softmax and dropout on one GPU: is each configuration right, and how near to a copy of the same number of bytes is it.
 
-Usage: PYTHONPATH=src python3 tools/gpu/norm_sweep.py [--odd | --far] [NAME ...]
+Usage: PYTHONPATH=src python3 tools/gpu/norm_sweep.py [--odd | --far | --limits] [NAME ...]
 NAME: rms_norm, add_rms_norm, layer_norm, add_layer_norm, bert (add_layer_norm with bias and dropout), stream (the same on an fp32 residual
 stream with a bf16 copy of y, as under autocast), softmax, dropout; wide for 28,672 columns and model for the shapes of llama-1b and
 bert-large instead of the usual ones. All by default. --odd takes widths that are no multiple of 16 and one that is wide, with Liger's
 kernels beside where they are installed, fewer repeats and configurations, and the best in a line at the end of each phase. --far takes
-what is farthest from a copy, all configurations of the phases in question, without rivals; 90 s.
+what is farthest from a copy, all configurations of the phases in question, without rivals; 90 s. --limits takes rows that lie in
+registers whole, of which the forward can be given fewer; 40 s.
 
 Time is kernel time from the profiler: the device time of all that a call launches, gaps left out. GB/s counts each input read once and
 each output written once. `share` is the time of `copy_` of as many bytes over ours. `error` is the largest l2 error of an output
@@ -47,6 +48,10 @@ FAR = {  # with the phases that are measured
     (8192, 16384): {"rms_norm": "bwd", "layer_norm": "bwd"},
     (8192, 28672): {"rms_norm": "bwd", "add_rms_norm": "bwd", "layer_norm": "bwd"},
     (105880, 69): {"softmax": "fwd"},
+}
+LIMITS = {  # likewise; the backward where its partial sums weigh most
+    **{(8192, cols): {"rms_norm": "fwd", "layer_norm": "fwd"} for cols in (5120, 8192, 12288, 16384)},
+    **{shape: {"rms_norm": "fwd bwd", "layer_norm": "fwd bwd"} for shape in ((16384, 4096), (32768, 1024))},
 }
 ODD_TASKS = ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "softmax")
 WORKERS = 14  # processes that compile ahead into Triton's cache
@@ -333,8 +338,8 @@ class Natives:
 def main(names: list[str]) -> None:
     """Compile in parallel, then measure one by one."""
     say(torch.__version__, torch.cuda.get_device_name(), f"copy of 4 GiB {4 * 2**30 / copy_time(4 * 2**30) / 1e6:.0f} GB/s")
-    if "--far" in names:
-        far(names)
+    if "--far" in names or "--limits" in names:
+        far(names, FAR if "--far" in names else LIMITS)
         return
     if "--odd" in names:
         odd([n for n in ODD_TASKS if n in names or not set(names) & set(TASKS)])
@@ -356,10 +361,10 @@ def odd(chosen: list[str]) -> None:
         measure(name, shape, rivals=True)
 
 
-def far(names: list[str]) -> None:
-    """What is farthest from a copy."""
+def far(names: list[str], wanted: dict[tuple[int, int], dict[str, str]]) -> None:
+    """The phases of tasks that are named by shape."""
     REPEATS[:] = [6, 2]
-    chosen = [(n, s, phases) for s, tasks in FAR.items() for n, phases in tasks.items() if n in names or not set(names) & set(TASKS)]
+    chosen = [(n, s, phases) for s, tasks in wanted.items() for n, phases in tasks.items() if n in names or not set(names) & set(TASKS)]
     compile_all([(n, s) for n, s, _ in chosen], phases={(n, s): phases for n, s, phases in chosen})
     for name, shape, phases in chosen:
         measure(name, shape, phases=phases)

@@ -42,15 +42,19 @@ _Tensor = torch.Tensor
 _HIP = torch.version.hip is not None
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 3, registers: int = 0, **constants: Any
+) -> None:
     """Start `kernel` on `grid` with positional run-time arguments and `constants` as its compile-time ones.
+
+    On NVIDIA GPUs a thread takes at most so many `registers`; 0: as many as the compiler likes.
 
     An empty grid starts nothing. fp fusion is asked for by name, since its default differs between Triton versions.
     """
     if 0 in grid:
         return
     device = None
-    key: list[Any] = [id(kernel), num_warps, num_stages, *constants.values()]
+    key: list[Any] = [id(kernel), num_warps, num_stages, registers, *constants.values()]
     for a in args:
         kind = type(a)
         if kind in _PLAIN:
@@ -72,7 +76,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, n
         kept = tuple(key)
         found = _COMPILED.get(kept)
     if found is None:
-        compiled = _start(kernel, grid, args, num_warps, num_stages, constants)
+        compiled = _start(kernel, grid, args, (num_warps, num_stages, registers), constants)
         if kept is not None:
             found = _keep(kept, kernel, compiled, len(args), constants)
     else:
@@ -127,9 +131,12 @@ def forget() -> None:
     _COMPILED.clear()
 
 
-def _start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], num_warps: int, num_stages: int, constants: dict[str, Any]) -> Any:
+def _start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: tuple[int, int, int], constants: dict[str, Any]) -> Any:
     STARTED.add(kernel)
-    return kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True, **constants)
+    num_warps, num_stages, registers = options
+    on_cpu = any(isinstance(a, _Tensor) and a.device.type == "cpu" for a in args)  # the interpreter knows no limit
+    limit = {"maxnreg": registers} if registers and not on_cpu else {}
+    return kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True, **limit, **constants)
 
 
 def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, num_args: int, constants: dict[str, Any]) -> Kept | None:

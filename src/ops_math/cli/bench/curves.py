@@ -6,6 +6,7 @@ trained otherwise must lie as close to one of these runs as they lie to each oth
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -35,6 +36,7 @@ MOVED = {torch.float32: 1.0, torch.bfloat16: 1 / 12}
 # moves by itself; with two it would be one in 5 and one in 90, with four one in 65 (simulated, normal noise).
 FACTOR = 2.0
 FEWEST = 2  # plain runs beyond the first
+ALPHA = 0.02  # runs of a variant together differ from plain ones where chance would part them so far in at most so many of all ways
 PLANTED = "gradients times"
 # The inputs of branches beside a residual sum. Behind it, where BERT has its norms, a wrong factor would be the whole gradient's, which
 # AdamW does not see.
@@ -106,6 +108,55 @@ def verdict(plain: Sequence[Curve], other: Curve, width: int = WINDOW) -> Verdic
     floor = max(distance(a, b, width) for i, a in enumerate(plain) for b in plain[:i])
     ordinary = statistics.fmean(statistics.fmean(one.losses) for one in plain)
     return Verdict(floor, min(distance(other, one, width) for one in plain), statistics.fmean(other.losses) - ordinary)
+
+
+class Together(NamedTuple):
+    """Several runs of a variant against several plain ones.
+
+    Attributes:
+        gap: the greatest difference over windows between the mean of the ones and of the others [nats per token].
+        chance: the share of all ways to divide the runs in two such groups in which the gap is at least as great.
+        ways: how many there are.
+    """
+
+    gap: float
+    chance: float
+    ways: int
+
+    @property
+    def coincides(self) -> bool:
+        """Whether chance would part plain runs as far in more than `ALPHA` of all ways."""
+        return self.chance > ALPHA
+
+    def __str__(self) -> str:
+        word = "coincide" if self.coincides else "DIFFER"
+        apart = f"{self.gap:.2e} between the means, as much or more in {self.chance:.1%} of {self.ways} ways to divide the runs"
+        return f"{word} together: {apart}"
+
+
+def together(plain: Sequence[Curve], others: Sequence[Curve], width: int = WINDOW) -> Together:
+    """Hold several runs of a variant to those of plain PyTorch: an exact permutation test of the greatest gap between their means.
+
+    Where one run is told from the noise of a few by a factor (`verdict`), this says how probable it is. A loss that is no number is a
+    gap that no other way to divide the runs has.
+    """
+    table = [curve.means(width) for curve in (*plain, *others)]
+    ways = list(itertools.combinations(range(len(table)), len(others)))
+    if not all(math.isfinite(x) for row in table for x in row):
+        return Together(math.inf, 0.0, len(ways))
+
+    def gap(chosen: Sequence[int]) -> float:
+        rest = [i for i in range(len(table)) if i not in chosen]
+        return max(abs(statistics.fmean(column[i] for i in chosen) - statistics.fmean(column[i] for i in rest)) for column in columns)
+
+    columns = list(zip(*table, strict=True))
+    observed = gap(range(len(plain), len(table)))
+    return Together(observed, sum(gap(chosen) >= observed * (1 - 1e-12) for chosen in ways) / len(ways), len(ways))
+
+
+def least_chance(plain: int, others: int) -> float:
+    """The smallest chance that so many runs can have: groups of one size can be swapped."""
+    return (2 if plain == others else 1) / math.comb(plain + others, others)
 
 
 @torch.no_grad()
@@ -184,7 +235,8 @@ def train(runner: Runner, batches: Sequence[Batch], peak: float, run: str = "", 
 
 class Asked(NamedTuple):
     """What to train: a preset in a setup, with how many steps, plain runs beyond the first, and which peak rate; `planted` is the factor
-    of a fault in one more plain run, None for no such run; without `dropout` no model drops."""
+    of a fault in one more plain run, None for no such run; without `dropout` no model drops; each variant is trained `again` so many times,
+    from weights or with masks that differ likewise."""
 
     model: str
     setup: Setup
@@ -195,6 +247,7 @@ class Asked(NamedTuple):
     peak: float | None = None
     planted: float | None = None
     dropout: bool = True
+    again: int = 0
     seed: int = 0
 
     @property
@@ -227,13 +280,18 @@ def check(asked: Asked) -> None:
     for name, value, least in (("--runs", asked.runs, FEWEST), ("--steps", asked.steps, 2)):
         if value < least:
             checks.fail("bench curves", name, f"at least {least}", str(value), "Of fewer the spread says nothing.")
+    chance = least_chance(asked.runs + 1, asked.again + 1)
+    if asked.again and chance > ALPHA:
+        needs = f"so many that chance can be less than {ALPHA:.0%}"
+        got = f"{asked.runs + 1} plain runs and {asked.again + 1} of a variant, where it is {chance:.1%} at least"
+        checks.fail("bench curves", "--again", needs, got, "Take --runs 4 --again 3.")
     for variant in asked.variants:
         if variant == PLAIN or variant_of(variant).work != FIXED:
             checks.fail("bench curves", "--variants", "other than plain, on full sequences", repr(variant), "Name e.g. packed+adamw.")
 
 
 def measure(asked: Asked, tokens: text.Tokens) -> Iterator[Curve]:
-    """Train plain PyTorch, each variant, plain PyTorch again and again, and with the planted fault, one after the other.
+    """Train plain PyTorch, each variant, plain PyTorch and variants again and again, and with the planted fault, one after the other.
 
     The same weights, but for the perturbation, and the same batches for all; memory is freed between runs.
     """
@@ -254,11 +312,12 @@ def measure(asked: Asked, tokens: text.Tokens) -> Iterator[Curve]:
     yield one(PLAIN)
     for variant in asked.variants:
         yield one(variant)
-    for number in range(1, asked.runs + 1):
-        if asked.drops:
-            yield one(PLAIN, f"other masks {number}", number)
-        else:
-            yield one(PLAIN, f"weights moved {number}", number, lambda model, k=number: perturb(model, k, asked.computes))  # type: ignore[misc]
+    for variant, times in ((PLAIN, asked.runs), *((variant, asked.again) for variant in asked.variants)):
+        for number in range(1, times + 1):
+            if asked.drops:
+                yield one(variant, f"other masks {number}", number)
+            else:
+                yield one(variant, f"weights moved {number}", number, lambda model, k=number: perturb(model, k, asked.computes))  # type: ignore[misc]
     if asked.planted is not None:
         factor = asked.planted
         yield one(PLAIN, f"{PLANTED} {factor:g}", asked.runs + 1 if asked.drops else 0, lambda model: plant(model, factor))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import triton
 import triton.language as tl
 
+from ops_math.layout import alignment
 from ops_math.spec import Device
 
 
@@ -29,6 +31,33 @@ def held_whole(
         if found not in seen and fits and (device.kind != "hip" or num_stages == 1):
             seen.add(found)
             yield found
+
+
+class Limitable(Protocol):
+    """A configuration whose kernel can be given fewer registers."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def _replace(self, **fields: Any) -> Any: ...
+
+
+C = TypeVar("C", bound=Limitable)
+
+
+def limits_known(cols: int, device: Device) -> bool:
+    """Whether rows are read 16 bytes at a time, and the device is one of those that limits were found for; sm_80 spills."""
+    return device.kind == "cuda" and int(device.arch) >= 90 and alignment(cols) == 16
+
+
+def limited(found: Iterable[C], limits: dict[tuple[int, int], int]) -> Iterator[C]:
+    """Each configuration with the limit of its columns and warps, where there is one, before itself without."""
+    for config in found:
+        limit = limits.get((config.block_n, config.num_warps), 0) if config.num_stages == 1 else 0
+        if limit:
+            yield config._replace(registers=limit)
+        yield config
 
 
 @triton.jit

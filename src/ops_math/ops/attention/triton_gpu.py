@@ -320,7 +320,7 @@ def launch_fwd(
         _fwd_masked_kernel if _masked(p) else _fwd_kernel, (tiles * p.heads * p.batch,), q, k, v, *views,
         *_drawn(p, bits, config, views), *extra.pointers, out, lse, tiles, *_sizes(p),
         *_strides(q), *_strides(k), *_strides(v), *extra.strides, *extra.scalars,
-        **_features(p, views, p.k_len, config.block_n), **_shape(config, q.device),
+        **_features(p, views, p.k_len, config.block_n), **_shape(config),
     )  # fmt: skip
     return out, lse
 
@@ -350,7 +350,7 @@ def launch_bwd(
             _bwd_dkdv_masked_kernel if _masked(p) else _bwd_dkdv_kernel, (tiles * p.kv_heads * p.batch,), *inputs, *views, *vectors,
             *_drawn(p, bits, config.dkdv, views), *extra.pointers, dk, dv, tiles, *_sizes(p), *strides, *_strides(dk), *_strides(dv),
             *extra.scalars, **_features(p, views, p.q_len, config.dkdv.block_m), ROWS=vectors[0] is not None,
-            **_shape(config.dkdv, q.device),
+            **_shape(config.dkdv),
         )  # fmt: skip
     if p.need_dq:
         tiles = _num_tiles(p, p.q_len, config.dq.block_m)
@@ -358,7 +358,7 @@ def launch_bwd(
         launch(
             _bwd_dq_masked_kernel if _masked(p) else _bwd_dq_kernel, (tiles * p.heads * p.batch,), *inputs, *views,
             *_drawn(p, bits, config.dq, views), *extra.pointers, dq, tiles, *_sizes(p), *strides, *_strides(dq), *extra.scalars,
-            **_features(p, views, p.k_len, config.dq.block_n), **_shape(config.dq, q.device),
+            **_features(p, views, p.k_len, config.dq.block_n), **_shape(config.dq),
         )  # fmt: skip
     return results
 
@@ -370,6 +370,5 @@ def _drawn(p: AttentionProblem, bits: Bits, t: Tile, views: tuple[object, ...]) 
     return bits.words, bits_view(bits, t.block_n, t.block_m, None not in views)
 
 
-def _shape(t: Tile, device: torch.device) -> dict[str, int]:
-    shape = {"BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "num_warps": t.num_warps, "num_stages": t.num_stages}
-    return {**shape, "maxnreg": t.registers} if t.registers and device.type != "cpu" else shape
+def _shape(t: Tile) -> dict[str, int]:
+    return {"BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "num_warps": t.num_warps, "num_stages": t.num_stages, "registers": t.registers}

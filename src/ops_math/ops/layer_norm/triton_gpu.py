@@ -15,6 +15,7 @@ from ops_math.backends.launch import launch
 from ops_math.dispatch import absent
 from ops_math.layout import alignment, as_rows
 from ops_math.ops._tiles.ends import same_cut
+from ops_math.ops._tiles.partials import sum_rows, tile_of_sum
 from ops_math.ops._tiles.philox import keep_tile
 from ops_math.ops._tiles.rows import layer_norm_gradient, merged_moments, moments
 from ops_math.ops._tiles.walk import multiple_of
@@ -37,7 +38,6 @@ from ops_math.rng import honoured, threshold
 from ops_math.spec import DTYPE_OF, cdiv, next_power_of_2
 
 __all__ = ["configs", "invariant_configs", "launch_bwd", "launch_fwd", "passes", "supports"]
-SUM_M, SUM_N = 128, 32  # tile of the sum of partials
 
 
 @triton.jit
@@ -296,17 +296,6 @@ def _bwd_columns_kernel(
 
 
 @triton.jit
-def _sum_rows(partial_ptr, sum_ptr, num_partials, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, num_partials, BLOCK_M):
-        rows = start + tl.arange(0, BLOCK_M)
-        mask = (rows < num_partials)[:, None] & (cols < num_cols)[None, :]
-        sums += tl.load(partial_ptr + rows[:, None].to(tl.int64) * num_cols + cols[None, :], mask=mask, other=0.0)
-    tl.store(sum_ptr + cols, tl.sum(sums, 0).to(sum_ptr.dtype.element_ty), mask=cols < num_cols)
-
-
-@triton.jit
 def _sum_partials_kernel(
     dw_partial_ptr, db_partial_ptr, dx_bias_partial_ptr, dw_ptr, db_ptr, dx_bias_ptr, num_partials, num_cols,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -314,13 +303,13 @@ def _sum_partials_kernel(
     which = tl.program_id(1)  # one parameter a program, so that the three sums run side by side
     if dw_ptr is not None:
         if which == 0:
-            _sum_rows(dw_partial_ptr, dw_ptr, num_partials, num_cols, BLOCK_M, BLOCK_N)
+            sum_rows(dw_partial_ptr, dw_ptr, num_partials, num_cols, BLOCK_M, BLOCK_N)
     if db_ptr is not None:
         if which == 1:
-            _sum_rows(db_partial_ptr, db_ptr, num_partials, num_cols, BLOCK_M, BLOCK_N)
+            sum_rows(db_partial_ptr, db_ptr, num_partials, num_cols, BLOCK_M, BLOCK_N)
     if dx_bias_ptr is not None:
         if which == 2:
-            _sum_rows(dx_bias_partial_ptr, dx_bias_ptr, num_partials, num_cols, BLOCK_M, BLOCK_N)
+            sum_rows(dx_bias_partial_ptr, dx_bias_ptr, num_partials, num_cols, BLOCK_M, BLOCK_N)
 
 
 def _contiguous(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -374,6 +363,7 @@ def launch_fwd(
             x_MN, residual_MN, *parameters, _contiguous(x_bias), state, y, narrow, total, mean, rstd,
             p.rows, *sizes, p.eps, *_mask_scalars(p),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, ALIGN=align, num_warps=config.num_warps,
+            registers=config.registers,
         )  # fmt: skip
     return y, absent(x) if total is None else total, mean, rstd, absent(x) if narrow is None else narrow
 
@@ -418,10 +408,8 @@ def launch_bwd(
     else:
         _launch_uncut_bwd(p, _uncut(p, config, "bwd"), inputs, dtotal, dx, partials, (p.cols, *strides))
     if any(need for need, _ in wanted):
-        launch(
-            _sum_partials_kernel, (cdiv(p.cols, SUM_N), 3), *partials, *sums, config.num_programs, p.cols,
-            BLOCK_M=SUM_M, BLOCK_N=SUM_N, num_warps=8,
-        )  # fmt: skip
+        programs, tile = tile_of_sum(p.cols)
+        launch(_sum_partials_kernel, (programs, 3), *partials, *sums, config.num_programs, p.cols, **tile)
     return tuple(absent(total) if t is None else t for t in (dtotal, dx, *sums))
 
 

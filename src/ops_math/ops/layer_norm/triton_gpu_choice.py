@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ops_math.layout import alignment
 from ops_math.ops._tiles.ends import held, held_blocks, off_grid, persistent, widths
-from ops_math.ops._tiles.rows import held_whole
+from ops_math.ops._tiles.rows import held_whole, limited, limits_known
 from ops_math.ops.layer_norm import triton_gpu_held
 from ops_math.ops.layer_norm.problem import LayerNormProblem
 from ops_math.ops.layer_norm.triton_gpu_config import Config
@@ -12,6 +12,8 @@ from ops_math.spec import ITEM_SIZE, Device, cdiv, next_power_of_2
 
 WIDEST = {"fwd": 16384, "bwd": 8192}  # columns held in registers; the backward holds two to three sums a column besides the row
 WIDE_BLOCK = 4096
+# Registers a thread by columns and warps, forward: one program more lies on a core, and nothing spills (sm_90, sm_100, Triton 3.6).
+LIMITS = {(1024, 2): 64, (4096, 4): 64, (8192, 4): 128, (16384, 8): 128}
 COLUMNS_M, COLUMNS_N = 16, 256  # tile of the sums over rows of wide problems
 # H200, bf16, 28,672 columns: 0.63 and 0.56 of a copy, where PyTorch's own reach 0.53 and 0.37; 16,384 and 12,288 columns, whose sums are
 # held, and whose rows are kept too: 0.63 and 0.82.
@@ -116,7 +118,7 @@ def invariant_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[
         # Fewer warps win where a row's two sums are all there is to do (H200: 3,653 GB/s with 8 warps at 8,192, 2,597 with 16).
         first = 32 if block_n <= 1024 or not p.dropout_p else 16 if block_n <= 4096 else 8
         wishes = tuple(sorted(((2048, 16, 1), (4096, 16, 1), (2048, 32, 1), (2048, 8, 1), (2048, 16, 2)), key=lambda w: w[1] != first))
-        if block_n == 8192 and alignment(p.cols) == 16 and device.kind == "cuda" and not (p.residual or p.dropout_p):
+        if block_n >= 8192 and _may_be_limited(p, device):
             # H200, bf16, this walk in a kernel of its own: 8,192 columns 0.93 of a copy with 4 warps, 0.85 with 8; 5,120 0.74 and 0.63.
             wishes = ((2048, 64, 1), *wishes)
         if block_n < 1024:  # a narrow row is one warp's with 8 values a thread; larger tiles spill on sm_80 and sm_100 (8 bytes)
@@ -142,7 +144,14 @@ def invariant_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[
     # Rows that are not read 16 bytes at a time take 148 registers a thread (sm_90, 1,164 columns, three stages).
     narrow = phase == "bwd" and alignment(p.cols) < 16 and block_n < 4096
     warps = ((*w, 32 if phase == "fwd" else 12 if narrow and w[2] == 3 and w[1] > 8 else 16) for w in wishes)
-    return tuple(Config(*fields) for fields in held_whole(p.rows, block_n, warps, device, phase))
+    found = tuple(Config(*fields) for fields in held_whole(p.rows, block_n, warps, device, phase))
+    return tuple(limited(found, LIMITS)) if phase == "fwd" and _may_be_limited(p, device) else found
+
+
+def _may_be_limited(p: LayerNormProblem, device: Device) -> bool:
+    """Whether it is known how few registers the forward gets by with."""
+    in_16_bits = all(ITEM_SIZE[dtype] == 2 for dtype in (p.x, p.weight, p.bias) if dtype)
+    return in_16_bits and limits_known(p.cols, device) and not (p.residual or p.dropout_p or p.x_bias or p.narrow)
 
 
 def _plain_bwd(p: LayerNormProblem, phase: str) -> bool:

@@ -10,7 +10,8 @@ class Config(NamedTuple):
 
     Where `blocks` is not 0, the backward of a wide row holds the sums of so many blocks in registers, and loads blocks ahead (all: they are
     kept for the second walk); where `by_columns`, tiles are of the kernel that makes gradients of rows and sums of columns at once, from
-    the rows' means. `late` backward programs of cut rows copy the weight to where it is on the grid, and read it for each row.
+    the rows' means. `late` backward programs of cut rows copy the weight to where it is on the grid, and read it for each row. `registers`
+    a thread at most, so that more programs lie on a core (0: as the compiler likes).
     """
 
     block_m: int
@@ -22,3 +23,4 @@ class Config(NamedTuple):
     blocks: int = 0
     by_columns: bool = False
     late: bool = False
+    registers: int = 0

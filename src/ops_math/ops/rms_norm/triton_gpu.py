@@ -15,7 +15,8 @@ from ops_math.backends.launch import launch
 from ops_math.dispatch import absent
 from ops_math.layout import alignment, as_rows
 from ops_math.ops._tiles.ends import held, held_blocks, off_grid, persistent, same_cut, widths
-from ops_math.ops._tiles.rows import held_whole, rms_norm_gradient
+from ops_math.ops._tiles.partials import sum_rows, tile_of_sum
+from ops_math.ops._tiles.rows import held_whole, limited, limits_known, rms_norm_gradient
 from ops_math.ops._tiles.walk import multiple_of
 from ops_math.ops.rms_norm import triton_gpu_ends as cut
 from ops_math.ops.rms_norm import triton_gpu_held
@@ -24,9 +25,10 @@ from ops_math.ops.rms_norm.triton_gpu_config import Config
 from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, next_power_of_2
 
 WIDEST = {"fwd": 16384, "bwd": 8192}  # columns held in registers; the backward holds the sums of the weight's gradient too
+# Registers a thread by columns and warps, forward: one program more lies on a core, and nothing spills (sm_90, sm_100, Triton 3.6).
+LIMITS = {(4096, 4): 48, (8192, 4): 96}
 WIDE_BLOCK = 4096
 COLUMNS_M, COLUMNS_N = 16, 256  # tile of the sums over rows of wide problems
-SUM_M, SUM_N = 128, 32  # tile of the sum of partials
 TWICE_PASSES = 3.9  # of a wide backward whose sums nobody can hold (28,672 columns: 0.26 of a copy)
 # H200, bf16, 28,672 columns: 0.77 and 0.60 of a copy, where PyTorch's own reach 0.59 and 0.37; up to 16,384 columns, where the row is kept
 # too: 0.78 to 0.91.
@@ -117,8 +119,12 @@ def invariant_configs(p: RmsNormProblem, device: Device, phase: str) -> tuple[Co
             wishes = ((2048, 16, 3), *(w for w in wishes if w != (2048, 16, 3)))
     if 2 <= alignment(p.cols) < 16 and phase == "bwd" and block_n > 4096:  # rows loaded ahead spill there (sm_90, 8 bytes)
         wishes = ((1024, 16, 1), *(w for w in wishes if w != (1024, 16, 1)))
+    limitable = phase == "fwd" and not p.residual and ITEM_SIZE[p.x] == 2 and limits_known(p.cols, device)
+    if limitable and block_n == 8192:
+        wishes = ((2048, 64, 1), *wishes)
     warps = ((*wish, 32 if phase == "fwd" else 16) for wish in wishes)  # as many as the registers hold
-    return tuple(Config(*fields) for fields in held_whole(p.rows, block_n, warps, device, phase))
+    found = tuple(Config(*fields) for fields in held_whole(p.rows, block_n, warps, device, phase))
+    return tuple(limited(found, LIMITS)) if limitable else found
 
 
 def _wide_bwd_configs(p: RmsNormProblem, device: Device, by_columns: tuple[Config, ...]) -> tuple[Config, ...]:
@@ -362,13 +368,7 @@ def _bwd_columns_kernel(
 
 @triton.jit
 def _sum_partials_kernel(partial_ptr, sum_ptr, num_partials, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, num_partials, BLOCK_M):
-        rows = start + tl.arange(0, BLOCK_M)
-        mask = (rows < num_partials)[:, None] & (cols < num_cols)[None, :]
-        sums += tl.load(partial_ptr + rows[:, None].to(tl.int64) * num_cols + cols[None, :], mask=mask, other=0.0)
-    tl.store(sum_ptr + cols, tl.sum(sums, 0).to(sum_ptr.dtype.element_ty), mask=cols < num_cols)
+    sum_rows(partial_ptr, sum_ptr, num_partials, num_cols, BLOCK_M, BLOCK_N)
 
 
 def _uncut(p: RmsNormProblem, config: Config, phase: str) -> Config:
@@ -404,6 +404,7 @@ def launch_fwd(
             _fwd_wide_kernel if wide else _fwd_kernel, (p.rows if wide else config.num_programs,),
             *tensors, p.rows, *sizes, p.eps, p.weight_offset,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, ALIGN=align, num_warps=config.num_warps,
+            registers=config.registers,
         )  # fmt: skip
     return y, absent(x) if total is None else total, rstd
 
@@ -435,10 +436,8 @@ def launch_bwd(
     else:
         _launch_uncut_bwd(p, _uncut(p, config, "bwd"), inputs, dx, partial, sizes)
     if partial is not None:
-        launch(
-            _sum_partials_kernel, (cdiv(p.cols, SUM_N),), partial, dw, config.num_programs, p.cols,
-            BLOCK_M=SUM_M, BLOCK_N=SUM_N, num_warps=8,
-        )  # fmt: skip
+        programs, tile = tile_of_sum(p.cols)
+        launch(_sum_partials_kernel, (programs,), partial, dw, config.num_programs, p.cols, **tile)
     return absent(x) if dx is None else dx, absent(x) if dw is None else dw
 
 
