@@ -26,6 +26,7 @@ from ops_math.spec import DTYPE_OF, ITEM_SIZE, Device, cdiv, next_power_of_2
 
 WIDEST = {"fwd": 16384, "bwd": 8192}  # columns held in registers; the backward holds the sums of the weight's gradient too
 # Registers a thread by columns and warps, forward: one program more lies on a core, and nothing spills (sm_90, sm_100, Triton 3.6).
+# H200, bf16: of 5,120 columns 0.95 of a copy with and 0.89 without; of 4,096 and 8,192 less than 0.005 apart.
 LIMITS = {(4096, 4): 48, (8192, 4): 96}
 WIDE_BLOCK = 4096
 COLUMNS_M, COLUMNS_N = 16, 256  # tile of the sums over rows of wide problems
