@@ -30,7 +30,7 @@ from ops_math.ops.rms_norm.problem import RmsNormProblem
 from ops_math.ops.softmax import eager as soft_eager
 from ops_math.ops.softmax import triton_gpu as soft
 from ops_math.ops.softmax.problem import SoftmaxProblem
-from ops_math.testing import conformance
+from ops_math.testing import conformance, interpreter
 
 SMALL = NAMED["h200"]._replace(num_cores=2)  # so that tiles have several rows and programs several tiles
 ROWS = 19  # two rows of one place among eight, and three of another
@@ -283,6 +283,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
 
 def main() -> None:
     """Check, then plant."""
+    interpreter.repair()
     found: dict[str, Any] = {"wrong": numbers(WIDTHS, ("dense",)) + numbers((101,), tuple(LAYOUTS)[1:]), "written": []}
     for cols in WIDTHS:
         found["written"] += neighbours(cols)

@@ -13,6 +13,7 @@ import torch
 
 import ops_math as om
 from ops_math import catalog
+from ops_math.testing import interpreter
 from tests.determinism import ranks as cuts
 from tests.determinism.calls import SAMPLES, Sample, differing, drawn, in_pieces, joined, outcome
 
@@ -59,6 +60,7 @@ def degrees() -> dict[str, list[Any]]:
 
 
 if __name__ == "__main__":
+    interpreter.repair()
     om.force(**{name: "triton_gpu" for name in catalog.operators() if name != "linear_cross_entropy"})
     with om.determinism(2, token_block=BLOCK):
         found = {sample.name: tried(sample) for sample in SAMPLES}

@@ -16,6 +16,7 @@ import triton.language as tl  # noqa: E402
 
 from ops_math.ops._tiles.philox import keep_flat, keep_tile, philox_tile  # noqa: E402
 from ops_math.rng import Rng, keep_mask, philox, threshold  # noqa: E402
+from ops_math.testing import interpreter  # noqa: E402
 
 SOURCE = Path(__file__).parents[3]
 HUGE = 2**32 - 3
@@ -104,4 +105,5 @@ def test_the_tile_draws_the_words_of_rng_bit_for_bit() -> None:
 
 
 if __name__ == "__main__":
+    interpreter.repair()
     sys.stdout.write("\n".join(differences()) + "\n")
