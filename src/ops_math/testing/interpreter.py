@@ -65,6 +65,9 @@ def _prepare_once(interpreter: Any) -> None:
 
     start, patch, done = interpreter.GridExecutor.__call__, interpreter._patch_lang, set[frozenset[str]]()
 
+    def index(self: Any) -> int:
+        return int(self.handle.data.squeeze())
+
     @functools.wraps(start)
     def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
         done.clear()  # the end of the launch before put the functions back
@@ -76,7 +79,9 @@ def _prepare_once(interpreter: Any) -> None:
         if seen in done:
             return None
         done.add(seen)
-        return patch(fn)
+        scope = patch(fn)
+        tl.tensor.__index__ = index  # Triton 3.6 asks NumPy for the number of an array of one element, which NumPy 2.4 refuses
+        return scope
 
     looked_up = interpreter._get_np_dtype
     of_scalar = functools.cache(looked_up)
