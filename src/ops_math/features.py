@@ -203,6 +203,41 @@ def transform(tensors: Sequence[torch.Tensor | None]) -> str:
 traced_by_jit: Callable[[], Any] = getattr(torch._C, "_get_tracing_state", lambda: None)
 
 
+def _products() -> Callable[[], Any]:
+    ask = getattr(torch._C, "_get_fp32_precision_getter", None)
+    return torch.get_float32_matmul_precision if ask is None else lambda: (ask("cuda", "matmul"), ask("mkldnn", "matmul"))
+
+
+# How PyTorch multiplies fp32 matrices, by GPUs and by CPUs: something to compare. `torch.get_float32_matmul_precision` raises once one of
+# PyTorch's newer settings was made, as in `torch.backends.cuda.matmul.fp32_precision = "tf32"`; where these exist, the older set them too.
+products: Callable[[], Any] = _products()
+
+
+_OLDER_PRODUCTS: dict[Any, str] = {
+    **{name: name for name in ("highest", "high", "medium")},
+    ("none", "none"): "highest",
+    ("ieee", "ieee"): "highest",
+    ("tf32", "tf32"): "high",
+    ("tf32", "bf16"): "medium",
+}
+
+
+def exact_products() -> bool:
+    """Whether a GPU is to multiply fp32 matrices in fp32, and not in TF32."""
+    found = products()
+    return found[0] != "tf32" if isinstance(found, tuple) else found == "highest"
+
+
+def set_products(value: Any) -> None:
+    """Set what `products` gave in another process: the older way where it can say it, since not all of PyTorch asks the newer."""
+    older = _OLDER_PRODUCTS.get(value)
+    if older is not None:
+        torch.set_float32_matmul_precision(older)
+        return
+    for backend, precision in zip(("cuda", "mkldnn"), value, strict=True):
+        torch._C._set_fp32_precision_setter(backend, "matmul", precision)
+
+
 def autocasts(kind: str) -> bool:
     """Whether autocast is on for a kind of device; on `meta`, which has none, it never is."""
     return kind != "meta" and torch.is_autocast_enabled(kind)

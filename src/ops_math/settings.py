@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from ops_math import checks
+from ops_math import checks, features
 
 PRECISIONS = ("default", "ieee", "tf32")
 DETERMINISM_LEVELS = (0, 1, 2, 3)
@@ -119,11 +119,11 @@ def cache_folder() -> str | None:
 
 
 def fp32_products() -> str:
-    """`ieee` or `tf32`: how fp32 matrix products multiply. By default what `torch.set_float32_matmul_precision` says."""
+    """`ieee` or `tf32`: how fp32 matrix products multiply. By default as PyTorch's own do on a GPU."""
     mode = policy().precision
     if mode != "default":
         return mode
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "ieee" if features.exact_products() else "tf32"
 
 
 def determinism_level() -> int:

@@ -29,7 +29,7 @@ def started(monkeypatch):
     """What kernels were started with, in order; operators choose for an H200."""
     seen = []
 
-    def compiled(kernel, grid, args, num_warps, num_stages, constants):
+    def compiled(kernel, grid, args, options, constants):
         names = kernel.arg_names[len(args) :]
         run = lambda *a: seen.append((kernel.fn.__name__, a[:3], a[9:]))  # noqa: E731
         if set(names) == set(constants):
