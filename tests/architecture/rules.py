@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "spec": (),
     "checks": ("spec",),
     "keywords": ("checks", "features"),
-    "settings": ("spec", "checks"),
+    "settings": ("spec", "checks", "features"),
     "stats": ("spec",),
     "features": ("spec",),
     "files": (),
