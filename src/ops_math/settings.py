@@ -114,8 +114,8 @@ def triton_interpret() -> bool:
 
 
 def cache_folder() -> str | None:
-    """The folder named by OPS_MATH_CACHE, if any."""
-    return os.environ.get("OPS_MATH_CACHE")
+    """The folder named by OPS_MATH_CACHE, if any; an empty name is none, and not the current folder."""
+    return os.environ.get("OPS_MATH_CACHE") or None
 
 
 def fp32_products() -> str:
