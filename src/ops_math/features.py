@@ -169,6 +169,27 @@ def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     return _comparison(tensors) if _compares() else None
 
 
+def _below_views() -> Any:
+    guard, keys = getattr(torch._C, "_ExcludeDispatchKeyGuard", None), getattr(torch._C, "DispatchKeySet", None)
+    views = getattr(getattr(torch._C, "DispatchKey", None), "ADInplaceOrView", None)
+    if guard is None or keys is None or views is None:
+        return None
+    below = keys(views)
+    return lambda: guard(below)
+
+
+_BELOW_VIEWS = _below_views()
+
+
+def on_its_own(t: torch.Tensor) -> torch.Tensor:
+    """The tensor, and where it is a view of one that nobody else holds, its memory as a tensor of its own: autograd refuses to write into a
+    result that is a view made in an `autograd.Function`. Where this PyTorch cannot, the view."""
+    if _BELOW_VIEWS is None or not t._is_view():
+        return t
+    with _BELOW_VIEWS():
+        return t.view(t.shape)
+
+
 # The index of the current CUDA device: PyTorch's own short cut, or the public function, which first checks that CUDA is up.
 current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 

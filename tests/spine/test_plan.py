@@ -101,6 +101,7 @@ def watched(monkeypatch, call):
 
 def forms(out):
     found = [out] if isinstance(out, torch.Tensor) else list(out or ())
+    assert not any(t._is_view() for t in found)  # nobody could write into it after autograd has seen it
     return [(t.shape, t.stride() if t.numel() else None, t.dtype) for t in found]
 
 

@@ -202,6 +202,9 @@ def _call(source: _Source, start: Start, arguments: list[str]) -> None:
 def _results(source: _Source, plan: Plan, shared: set[int]) -> None:
     found = []
     for result in plan.results or ():
-        view = "" if result.view is None or result.buffer in shared else f".as_strided{(*result.view,)}"
-        found.append(f"b{result.buffer}{view}")
+        if result.view is None or result.buffer in shared:
+            found.append(f"b{result.buffer}")
+        else:
+            found.append(f"own(b{result.buffer}.as_strided{(*result.view,)})")
+            source.names["own"] = features.on_its_own
     source.add(f"return {found[0]}" if plan.single else f"return ({', '.join([*found, ''])})" if found else "return ()")
