@@ -246,7 +246,8 @@ def _check_repeats(made: Sequence[Family], device: str) -> None:
             first, second = (as_call(family.case({}).case.make(Draw(1, family.dtypes[0], device))) for _ in range(2))
         except (*CRASHES, *REFUSALS):  # told later
             continue
-        for key, value in [*enumerate(first.args), *first.kwargs.items()]:
+        items: list[tuple[Any, Any]] = [*enumerate(first.args), *first.kwargs.items()]
+        for key, value in items:
             again = second.args[key] if isinstance(key, int) else second.kwargs[key]
             if isinstance(value, torch.Tensor) and not (value.shape == again.shape and bool(((value == again) | (value != value)).all())):
                 do = "Make them of the draw: d.normal(rows, cols), d.ints(...), or a generator with a seed."
