@@ -124,7 +124,7 @@ def straight(plan: Plan, tensors: Sequence[torch.Tensor | None], rest: Sequence[
     if plan.device.type == "cuda":
         differs.append(f"device() != {plan.device.index}")
     source.names.update(recording=torch.is_grad_enabled, device=features.current_device, strided=_current_strided, STRIDED=_strided)
-    source.names.update(products=features.products, PRODUCTS=features.products())
+    source.names.update(products=features.gpu_products, PRODUCTS=features.gpu_products())
     source.add(f"if {' or '.join(differs)}:")
     source.add("    return None")
     addresses = [f"a{n}" for n, t in enumerate(tensors) if t is not None and t.numel()]  # without elements, an address is 0
