@@ -36,7 +36,7 @@ RECORD_AT = 16  # calls until one is written down, which takes 250 us and saves 
 _SHORT = 4  # signatures of an operator and phase that are tried one after the other: a model has few at a time
 _SHORTEN_EVERY = 64  # calls by the dictionary until one is put in front again: what is made for it costs 200 us
 _deterministic = torch.are_deterministic_algorithms_enabled
-_matmul_precision = torch.get_float32_matmul_precision
+_products = features.products
 _ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
 _LOW = launching.ALIGNMENT - 1
 
@@ -56,16 +56,16 @@ class _Known:
         self.play: Any = None
 
     def run(self, tensors: Sequence[Any]) -> Any:
-        """Call the launcher; the sixteenth time, write down what it does."""
+        """Call the launcher; the sixteenth time, write down what it does. A user may write into what is returned."""
         self.calls += 1
         if self.calls != RECORD_AT or tensors[0].device.type not in launching.DIRECT:
-            return self.launcher(self.problem, self.config, *tensors)
+            return planning.on_their_own(self.launcher(self.problem, self.config, *tensors))
         if not features.quiet() or not planning.distinct(tensors):
             self.calls -= 1  # another call may be one that nobody watches, or show which is which
-            return self.launcher(self.problem, self.config, *tensors)
+            return planning.on_their_own(self.launcher(self.problem, self.config, *tensors))
         out, self.plan, self.why = planning.record(lambda: self.launcher(self.problem, self.config, *tensors), tensors)
         self.play = None if self.plan is None else planning.compiled(self.plan)
-        return out
+        return planning.on_their_own(out)
 
 
 class _Phase:
@@ -96,7 +96,7 @@ class _Phase:
         """All that a call may depend on, and the addresses of its tensors; None where one is not an ordinary tensor."""
         count = self.num_tensors
         addresses: list[Any] = []
-        key: list[Any] = [settings.policy(), _deterministic(), _matmul_precision(), args[count:]]
+        key: list[Any] = [settings.policy(), _deterministic(), _products(), args[count:]]
         record = torch.is_grad_enabled()
         try:
             for t in args[:count]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,27 @@ def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     return _comparison(tensors) if _compares() else None
 
 
+def _below_views() -> Any:
+    guard, keys = getattr(torch._C, "_ExcludeDispatchKeyGuard", None), getattr(torch._C, "DispatchKeySet", None)
+    views = getattr(getattr(torch._C, "DispatchKey", None), "ADInplaceOrView", None)
+    if guard is None or keys is None or views is None:
+        return None
+    below = keys(views)
+    return lambda: guard(below)
+
+
+_BELOW_VIEWS = _below_views()
+
+
+def on_its_own(t: torch.Tensor) -> torch.Tensor:
+    """The tensor, and where it is a view of one that nobody else holds, its memory as a tensor of its own: autograd refuses to write into a
+    result that is a view made in an `autograd.Function`. Where this PyTorch cannot, the view."""
+    if _BELOW_VIEWS is None or not t._is_view():
+        return t
+    with _BELOW_VIEWS():
+        return t.view(t.shape)
+
+
 # The index of the current CUDA device: PyTorch's own short cut, or the public function, which first checks that CUDA is up.
 current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
@@ -201,6 +222,47 @@ def transform(tensors: Sequence[torch.Tensor | None]) -> str:
 
 # The state of a `torch.jit.trace` that is under way in this thread, or None; where this PyTorch does not tell, there is none.
 traced_by_jit: Callable[[], Any] = getattr(torch._C, "_get_tracing_state", lambda: None)
+
+
+def _products() -> Callable[[], Any]:
+    ask = getattr(torch._C, "_get_fp32_precision_getter", None)
+    return torch.get_float32_matmul_precision if ask is None else lambda: (ask("cuda", "matmul"), ask("mkldnn", "matmul"))
+
+
+# How PyTorch multiplies fp32 matrices, by GPUs and by CPUs: something to compare. `torch.get_float32_matmul_precision` raises once one of
+# PyTorch's newer settings was made, as in `torch.backends.cuda.matmul.fp32_precision = "tf32"`; where these exist, the older set them too.
+products: Callable[[], Any] = _products()
+
+
+def _gpu_products() -> Callable[[], str]:
+    ask = getattr(torch._C, "_get_fp32_precision_getter", None)
+    return torch.get_float32_matmul_precision if ask is None else partial(ask, "cuda", "matmul")
+
+
+# Of `products` what GPUs do, which is all that a plan depends on: it holds no product of PyTorch's (0.1 us, without a frame of Python).
+gpu_products: Callable[[], str] = _gpu_products()
+_OLDER_PRODUCTS: dict[Any, str] = {
+    **{name: name for name in ("highest", "high", "medium")},
+    ("none", "none"): "highest",
+    ("ieee", "ieee"): "highest",
+    ("tf32", "tf32"): "high",
+    ("tf32", "bf16"): "medium",
+}
+
+
+def exact_products() -> bool:
+    """Whether a GPU is to multiply fp32 matrices in fp32, and not in TF32."""
+    return gpu_products() not in ("tf32", "high", "medium")
+
+
+def set_products(value: Any) -> None:
+    """Set what `products` gave in another process: the older way where it can say it, since not all of PyTorch asks the newer."""
+    older = _OLDER_PRODUCTS.get(value)
+    if older is not None:
+        torch.set_float32_matmul_precision(older)
+        return
+    for backend, precision in zip(("cuda", "mkldnn"), value, strict=True):
+        torch._C._set_fp32_precision_setter(backend, "matmul", precision)
 
 
 def autocasts(kind: str) -> bool:

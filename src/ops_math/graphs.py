@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ops_math import checks
+from ops_math import checks, features, settings
 
 _WHAT = "graphed_step"
 Step = Callable[..., Any]
@@ -27,9 +27,15 @@ class Recorder(Protocol):
     def record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Record it without running it: how to replay it, and what it returns."""
 
+    @property
+    def kind(self) -> str:
+        """The kind of device that inputs are on, empty for any."""
+
 
 class _Cuda:
     """Records on the current device."""
+
+    kind = "cuda"
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -53,6 +59,10 @@ class _Cuda:
         return graph.replay, result
 
 
+class _WritesError(RuntimeError):
+    """A step whose record would leave undone what the step does to its inputs."""
+
+
 class _Record(NamedTuple):
     """One recorded shape: its inputs' buffers, how to replay, and its result's buffers."""
 
@@ -71,9 +81,24 @@ class Usage(NamedTuple):
     refused: str
 
 
-def _signature(names: tuple[str, ...], inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """What a record depends on: of a tensor its shape, strides, dtype and device; of anything else its value."""
-    key = names, *((tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in inputs)
+def _settings() -> tuple[Any, ...]:
+    """What is in force around a call and decides what it runs: a record would go on as it was recorded."""
+    cast = {kind: torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)}
+    ours = settings.active(), settings.policy(), torch.are_deterministic_algorithms_enabled(), features.products()
+    return torch.is_grad_enabled(), tuple(cast.items()), *ours
+
+
+def _signature(names: tuple[str, ...], inputs: Sequence[Any], kind: str) -> tuple[Any, ...]:
+    """What a record depends on: of a tensor its shape, strides, dtype and device; of anything else its type and value; and settings."""
+    for x in inputs:
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            do = "Let the step read it from where it is, as it reads parameters."
+            checks.fail(_WHAT, "inputs", "tensors that need no gradient, since they are copied", "one that requires a gradient", do)
+        if isinstance(x, torch.Tensor) and kind and x.device.type != kind:
+            do = f"Move it, x.to({kind!r}): a record would keep its value."
+            checks.fail(_WHAT, "inputs", f"on {kind}", f"a tensor on {x.device}", do)
+    described = ((tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x) for x in inputs)
+    key = names, *described, _settings()
     try:
         hash(key)
     except TypeError:
@@ -109,7 +134,7 @@ class GraphedStep:
             what the step returns; tensors of a replayed step are overwritten by the next one, so clone what is kept.
         """
         names, inputs = tuple(named), (*args, *named.values())
-        key = _signature(names, inputs)
+        key = _signature(names, inputs, self._recorder.kind)
         found = self._records.get(key)
         if found is not None:
             return self._replayed(found, inputs)
@@ -143,8 +168,11 @@ class GraphedStep:
         """Record a shape, and replay it: recording runs nothing."""
         buffers = tuple(x.detach().clone(memory_format=torch.preserve_format) if isinstance(x, torch.Tensor) else x for x in inputs)
         grads = [p.grad for p in self._parameters]
+        versions = [b._version for b in buffers if isinstance(b, torch.Tensor)]
         try:
             replay, result = self._recorder.record(lambda: self._run(names, buffers))
+            if versions != [b._version for b in buffers if isinstance(b, torch.Tensor)]:
+                raise _WritesError("it writes into an input, and would write into the record's copy of it")
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -195,7 +223,8 @@ def graphed_step(
     Args:
         step: `step(*inputs, **named)` runs forward, backward, the optimizer's step and `zero_grad(set_to_none=True)`, and returns the loss
             or any structure of tensors. It must not wait for the device, and what it reads besides its inputs must stay where it is.
-            Inputs are CUDA tensors; other values are part of the shape.
+            Inputs are CUDA tensors that need no gradient and are not written to; other values are part of the shape, and so are
+            settings: grad mode, autocast, `ops_math.enabled` and its policy.
         optimizer: the optimizer it calls: its learning rates become tensors, which schedulers fill in place, and it is made capturable.
         warmup: calls for each shape that run as they are; the kernels are compiled and the optimizer's state is made in these.
         max_graphs: shapes that are recorded; any further one runs as it is. Pad to a few lengths.
@@ -210,8 +239,9 @@ def graphed_step(
         tensor is at that time.
     Determinism: as the step.
     Memory: what the step needs, kept for the records (all share one pool), besides the inputs' buffers.
-    Raises: ArgumentError for options out of their range; UnsupportedError without a CUDA device, under more than one rank, for an
-        optimizer that cannot be captured, or for a step that cannot be recorded.
+    Raises: ArgumentError for options out of their range, and at a call for an input that is not on CUDA or needs a gradient;
+        UnsupportedError without a CUDA device, under more than one rank, for an optimizer that cannot be captured, or for a step that
+        cannot be recorded or writes into an input.
     """
     if not callable(step):
         checks.fail(_WHAT, "step", "a function of the inputs", type(step).__name__, "Pass a function that runs one training step.")

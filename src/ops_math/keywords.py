@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from ops_math import checks, features
+from ops_math.spec import DTYPE_NAME
 
 # Names of PyTorch, Hugging Face and flash-attention, and what the same thing is called here; the first that an operator has is meant.
 MEANT: dict[str, tuple[str, ...]] = {
@@ -207,7 +208,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("True or False", lambda value: isinstance(value, bool)),
     "str": ("text", lambda value: isinstance(value, str)),
     "tuple[int, int]": ("a pair of whole numbers", lambda v: isinstance(v, tuple | list) and len(v) == 2 and all(map(_whole, v))),
-    "torch.dtype": ("a floating dtype of torch", lambda value: isinstance(value, torch.dtype) and value.is_floating_point),
+    "torch.dtype": ("torch's fp32, bf16, fp16 or fp64", lambda value: isinstance(value, torch.dtype) and value in DTYPE_NAME),
 }
 
 

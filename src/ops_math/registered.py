@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,6 +75,8 @@ class RegisteredOperator(Operator):
         own = op if isinstance(op, types.ModuleType | types.SimpleNamespace) else types.SimpleNamespace()
         run = getattr(own, "run", op)
         facts = {k: getattr(own, k) for k in ("supports", "KINDS", "PASSES", "CALLS", "determinism", "predict_us") if hasattr(own, k)}
+        if "supports" in facts:
+            facts["supports"] = functools.partial(_reason_of, name, facts["supports"])
         self.supports: Callable[..., str | None] | None = facts.get("supports")
         self.own, self.reference = run, reference
         self._implementations = (_made(name, OWN, run, facts), _made(name, REFERENCE, reference, {"PASSES": 4.0, "CALLS": 8}))
@@ -89,7 +92,13 @@ class RegisteredOperator(Operator):
 
     def cost(self, problem: Any, phase: str) -> Cost:
         """Bytes and operations of a call."""
-        return self._cost(problem, phase)
+        found = self._cost(problem, phase)
+        if not isinstance(found, Cost):
+            do = "Leave it out for each tensor read once."
+            checks.fail(
+                self.name, "cost", "a function that returns an ops_math.spec.Cost", f"one that returns a {type(found).__name__}", do
+            )
+        return found
 
     def forget(self) -> None:
         """Drop remembered choices."""
@@ -97,7 +106,13 @@ class RegisteredOperator(Operator):
 
     def problem(self, *args: Any, **kwargs: Any) -> Any:
         """The problem of a call."""
-        return self._problem_of(*args, **kwargs)
+        made = self._problem_of(*args, **kwargs)
+        try:
+            hash(made)
+        except TypeError:
+            got, do = f"one that returns a {type(made).__name__} that has no hash", "Leave it out for shapes and dtypes."
+            checks.fail(self.name, "problem", "a function that returns a NamedTuple of plain numbers", got, do)
+        return made
 
     def explain(self, *args: Any, **kwargs: Any) -> schedule.Explanation:
         """Which candidates a call has and why one runs; nothing is computed."""
@@ -156,6 +171,15 @@ def _made(operator: str, name: str, run: Callable[..., Any], facts: dict[str, An
     launcher = lambda problem, config, *tensors: run(*tensors)  # noqa: E731 (a module's attribute, as in an operator's folder)
     made._module.__dict__.update(launch_fwd=launcher, **facts)
     return made
+
+
+def _reason_of(name: str, supports: Callable[..., Any], problem: Any, device: Any, phase: str) -> str | None:
+    """What a user's `supports` says. True and False would be taken the wrong way round: a reason is why it cannot."""
+    why = supports(problem, device, phase)
+    if why is None or isinstance(why, str):
+        return why
+    needs = "a function that returns None where it can run the problem, else why not, in words"
+    checks.fail(name, "supports", needs, f"one that returns {why!r}", "Write e.g. `return None if fits else 'it is too wide'`.")
 
 
 def _storage(problem: Any) -> str:

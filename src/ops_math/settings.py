@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from ops_math import checks
+from ops_math import checks, features
 
 PRECISIONS = ("default", "ieee", "tf32")
 DETERMINISM_LEVELS = (0, 1, 2, 3)
@@ -114,16 +114,16 @@ def triton_interpret() -> bool:
 
 
 def cache_folder() -> str | None:
-    """The folder named by OPS_MATH_CACHE, if any."""
-    return os.environ.get("OPS_MATH_CACHE")
+    """The folder named by OPS_MATH_CACHE, if any; an empty name is none, and not the current folder."""
+    return os.environ.get("OPS_MATH_CACHE") or None
 
 
 def fp32_products() -> str:
-    """`ieee` or `tf32`: how fp32 matrix products multiply. By default what `torch.set_float32_matmul_precision` says."""
+    """`ieee` or `tf32`: how fp32 matrix products multiply. By default as PyTorch's own do on a GPU."""
     mode = policy().precision
     if mode != "default":
         return mode
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "ieee" if features.exact_products() else "tf32"
 
 
 def determinism_level() -> int:

@@ -35,8 +35,8 @@ FOUNDATION = ("spec", "checks", "settings", "stats", "features", "files", "_vers
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "spec": (),
     "checks": ("spec",),
-    "keywords": ("checks", "features"),
-    "settings": ("spec", "checks"),
+    "keywords": ("spec", "checks", "features"),
+    "settings": ("spec", "checks", "features"),
     "stats": ("spec",),
     "features": ("spec",),
     "files": (),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -108,6 +109,19 @@ def test_a_function_of_anybodys_is_held_to_a_reference(capsys):
 def test_what_cannot_be_verified_is_one_sentence_and_exit_code_2(arguments, words, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, shown = run(*arguments, capsys=capsys)
+    assert code == 2
+    assert words in shown.err
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("import sys\nsys.exit(7)", """got 'script:f', which ends the process (code 7). Guard what it runs by `if __name__ == "__main__":`."""),
+    ("def f(:", "got 'script:f' (invalid syntax (script.py, line 1)). Run from its folder, or install it."),
+])  # fmt: skip
+def test_a_file_that_cannot_be_imported_is_named(text, words, tmp_path, monkeypatch, capsys):
+    (tmp_path / "script.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "script", raising=False)
+    code, shown = run("script:f", "--reference", "math:sin", "--inputs", "math:sin", capsys=capsys)
     assert code == 2
     assert words in shown.err
 

@@ -217,13 +217,17 @@ def test_rows_of_a_stream_are_split_where_documents_end():
     assert split_rows(ids, 0, labels=following).labels.tolist() == [[1, 1, -100, 1, 1, 1, -100, 1], [-100] + [1] * 7]
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.uint16, torch.uint32], ids=str)
 def test_ids_of_any_integers_become_those_that_a_loss_takes(dtype):
     ids = torch.tensor([[1, 2, 0, 1]], dtype=dtype)
     for labels in (None, ids):
         batch = split_rows(ids, 0, labels=labels)
         assert (batch.input_ids.dtype, batch.labels.dtype) == (torch.int64, torch.int64)
         assert batch.labels.tolist() == ([[2, 0, -100, -100]] if labels is None else [[1, 2, -100, 1]])
+    for documents, options in (([ids[0], ids[0, :2]], {}), (ids.expand(2, 4), {"lengths": torch.tensor([4, 2])})):
+        packed = pack_documents(documents, row_length=8, **options)
+        assert packed.input_ids.tolist() == [[1, 2, 0, 1, 1, 2, 0, 0]]
+        assert packed.labels.tolist() == [[2, 0, 1, -100, 2, -100, -100, -100]]
 
 
 ROWS = torch.zeros(2, 3, dtype=torch.int64)

@@ -30,6 +30,17 @@ def test_a_child_finds_what_this_process_would_and_under_its_settings():
         assert om.stats().rows[0].reason == "fastest measured on this device"
 
 
+def test_a_child_multiplies_as_pytorchs_newer_settings_say_here():
+    x, w = torch.randn(64, 32), torch.randn(48, 32)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        found = om.calibrate(lambda: om.linear(x, w), seconds=2, save=False, apart=True)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    (m,) = found.measurements
+    assert "products='tf32'" in m.problem
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [("ends", "ended its process (exit code 139)"), ("hangs", "did not finish within 1.0 s"), ("stops", "did not answer for 4 s")],

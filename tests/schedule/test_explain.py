@@ -114,6 +114,8 @@ def test_an_explanation_is_the_choice_that_a_call_makes():
         (["softmax", "--shape", "12"], "explain: --shape must be ROWSxCOLS for softmax; got '12'."),
         (["softmax", "--shape", "²x3"], "explain: --shape must be ROWSxCOLS for softmax; got '²x3'."),
         (["softmax", "--shape", "12x0"], "explain: --shape must be ROWSxCOLS for softmax; got '12x0'."),
+        (["softmax", "--shape", "9999999999x9999999999"], "explain: --shape must be of at most 2^56 elements, "),
+        (["softmax", "--shape", f"3x{10**30}"], "explain: --shape must be of at most 2^56 elements, "),
         (["softmin", "--shape", "12x3"], "explain: operator must be one of 'rms_norm', "),
         (["softmax", "--shape", "12x3", "--device", "gb300"], "explain: --device must be one of 'cpu', 'a100', "),
         (["softmax", "--shape", "12x3", "--dtype", "int8"], "explain: --dtype must be one of "),

@@ -190,6 +190,38 @@ def test_a_row_that_is_not_one_is_refused_and_one_that_is_comes_back():
         from_row({**to_row(row()), "op": ""})
 
 
+EDITED = {
+    "a list among the ties": ({"ties": [["eager"]]}, "what ties with it"),
+    "a number that no float holds": ({"times_us": {**row().times_us, "eager": 10**400}}, "finite numbers"),
+    "another such": ({"noise": {"eager": 10**400}}, "finite numbers"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITED)
+def test_an_edited_file_stops_no_run(edit, tmp_path):
+    change, words = EDITED[edit]
+    path = tmp_path / HERE.file_name
+    store.write(path, HERE, [row()], None)
+    found = json.loads(path.read_text())
+    found["measurements"][0].update(change)
+    path.write_text(json.dumps(found))
+    with pytest.warns(ScheduleWarning, match=words):
+        assert store.read(path, HERE).measurements == {}
+
+
+def test_ceilings_that_no_float_holds_stop_no_run(tmp_path):
+    path = tmp_path / HERE.file_name
+    store.write(path, HERE, [row()], Ceilings(100.0, 1.0, 1.0, 1.0))
+    path.write_text(path.read_text().replace("100.0", "1" + "0" * 400))
+    with pytest.warns(ScheduleWarning, match="ceilings are not finite"):
+        assert len(store.read(path, HERE).measurements) == 1
+
+
+def test_an_empty_name_of_the_cache_folder_is_none(monkeypatch):
+    monkeypatch.setenv("OPS_MATH_CACHE", "")
+    assert store.folder() != Path()
+
+
 def test_a_bucket_keeps_what_changes_the_winner_and_rounds_what_does_not():
     assert bucket(ToyProblem(1000, 4096, "bf16")) == bucket(ToyProblem(976, 4104, "bf16")) == "ToyProblem(rows=~768, cols=~4096, x='bf16')"
     assert bucket(ToyProblem(1001, 4096, "bf16")) != bucket(ToyProblem(1000, 4096, "bf16"))

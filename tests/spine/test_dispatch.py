@@ -69,3 +69,40 @@ def test_every_operator_names_functions_of_pytorch_that_it_stands_for():
         ArgumentError, match=r"^stands_for: operator must be one of 'cross_entropy', .*; got 'softmin'\. Did you mean 'softmax'\?$"
     ):
         om.stands_for("softmin")
+
+
+X, TARGET = torch.randn(4, 8), torch.tensor([0, 3, 7, -100])
+WRITTEN = {
+    "rms_norm": lambda x: om.rms_norm(x, X[0]),
+    "add_rms_norm": lambda x: om.add_rms_norm(x, X, X[0])[0],
+    "layer_norm": lambda x: om.layer_norm(x),
+    "add_layer_norm": lambda x: om.add_layer_norm(x, X)[0],
+    "gelu": om.gelu,
+    "swiglu": lambda x: om.swiglu(x, X),
+    "geglu_packed": om.geglu_packed,
+    "dropout": lambda x: om.dropout(x, 0.5, rng=om.Rng(3)),
+    "cross_entropy": lambda x: om.cross_entropy(x, TARGET, reduction="none"),
+    "linear_cross_entropy": lambda x: om.linear_cross_entropy(x, X, TARGET.clamp(max=3), reduction="none"),
+    "linear": lambda x: om.linear(x, X),
+    "rope": lambda x: om.rope(x.view(1, 4, 1, 8), X.view(1, 4, 1, 8), X[:, :4], X[:, 4:])[0],
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_result_may_be_written_into_as_that_of_a_function_of_pytorch(name):
+    x = torch.randn(4, 8, requires_grad=True)
+    (want,) = torch.autograd.grad((WRITTEN[name](x) * 3.0).sum(), x)
+    y = WRITTEN[name](x)
+    (found,) = torch.autograd.grad(y.mul_(3.0).sum(), x)
+    torch.testing.assert_close(found, want)
+    with torch.no_grad():
+        y = WRITTEN[name](x)
+    assert y.mul_(x.sum()).requires_grad
+
+
+def test_a_sum_that_the_backward_reads_is_not_written_into_unnoticed():
+    x = torch.randn(4, 8, requires_grad=True)
+    y, total = om.add_rms_norm(x, X)
+    total.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

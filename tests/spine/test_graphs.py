@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ops_math as om
+from ops_math import settings
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="missing capability: a CUDA device")
@@ -13,6 +14,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="missing ca
 
 class Recorder:
     """Replays by running the recorded step on its buffers again; a recording runs nothing that counts."""
+
+    kind = ""
 
     def __init__(self, error=None):
         self.error, self.recorded, self.warmed = error, 0, 0
@@ -69,6 +72,81 @@ def test_inputs_by_name_and_what_cannot_be_part_of_a_shape():
     assert recorder.recorded == 1
     with pytest.raises(om.ArgumentError, match="inputs must be tensors and plain values; got a list"):
         step([torch.ones(3)], mask=torch.ones(3))
+
+
+SETTINGS = {
+    "grad mode": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "another autocast": lambda: torch.autocast("cpu", torch.float16),
+    "switched off": lambda: om.enabled(False),
+    "determinism": lambda: om.determinism(1),
+    "policy": lambda: om.precision("ieee"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_around_a_call_are_followed_as_without_a_record(name):
+    seen = lambda: (  # noqa: E731
+        torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), om.is_enabled(),
+        torch.are_deterministic_algorithms_enabled(), settings.policy(),
+    )  # fmt: skip
+    ran, recorder = [], Recorder()
+    step = om.graphed_step(lambda x: ran.append(seen()) or x.sum(), warmup=1, recorder=recorder)
+    for _ in range(3):
+        step(torch.ones(3))
+    with SETTINGS[name]():
+        for _ in range(3):
+            ran.clear()
+            step(torch.ones(3))
+            assert ran == [seen()]
+    assert recorder.recorded == 2
+    step(torch.ones(3))
+    assert recorder.recorded == 2
+
+
+def test_plain_values_that_are_equal_and_of_other_types_are_told_apart():
+    recorder = Recorder()
+    step = om.graphed_step(lambda x, flag: x.sum() * (2.0 if flag is True else 3.0), warmup=1, recorder=recorder)
+    for _ in range(3):
+        assert step(torch.ones(3), True).item() == 6.0
+        assert step(torch.ones(3), 1).item() == 9.0
+
+
+def test_an_input_whose_gradient_would_be_lost_is_refused():
+    step = om.graphed_step(lambda x: x.sum().backward(), warmup=1, recorder=Recorder())
+    with pytest.raises(om.ArgumentError) as error:
+        step(torch.ones(3, requires_grad=True))
+    needs = "inputs must be tensors that need no gradient, since they are copied; got one that requires a gradient"
+    assert str(error.value) == f"graphed_step: {needs}. Let the step read it from where it is, as it reads parameters."
+
+
+def test_an_input_that_is_elsewhere_is_refused_since_its_value_would_stay():
+    recorder = Recorder()
+    recorder.kind = "cuda"
+    step = om.graphed_step(lambda x: x, warmup=1, recorder=recorder)
+    with pytest.raises(om.ArgumentError) as error:
+        step(torch.ones(()))
+    do = "Move it, x.to('cuda'): a record would keep its value."
+    assert str(error.value) == f"graphed_step: inputs must be on cuda; got a tensor on cpu. {do}"
+
+
+class Writing(Recorder):
+    """Runs the step while it records, as a capture does."""
+
+    def record(self, step):
+        step()
+        return super().record(step)
+
+
+def test_a_step_that_writes_into_its_input_is_refused():
+    step = om.graphed_step(lambda x: x.add_(1.0).sum(), warmup=1, recorder=Writing())
+    x = torch.zeros(3)
+    step(x)
+    with pytest.raises(om.UnsupportedError) as error:
+        step(x)
+    why = "the step cannot be recorded: it writes into an input, and would write into the record's copy of it"
+    assert str(error.value) == f'graphed_step: {why}. Take that out, or pass on_refusal="eager".'
+    assert torch.equal(x, torch.ones(3))
 
 
 def test_shapes_beyond_the_limit_run_as_they_are():

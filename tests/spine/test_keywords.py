@@ -120,8 +120,9 @@ OF_ANOTHER_KIND = [
     (lambda: om.cross_entropy(x, target, label_smoothing="a"), "label_smoothing must be a number; got 'a'. Leave it out for 0.0."),
     (lambda: om.cross_entropy(x, target, ignore_index=None), "ignore_index must be a whole number; got None. Leave it out for -100."),
     (lambda: om.cross_entropy(x, target, softcap="x"), "softcap must be a number or None; got 'x'. Leave it out for None."),
-    (lambda: om.add_rms_norm(x, x, out_dtype="bf16"), "out_dtype must be a floating dtype of torch or None; got 'bf16'."),
-    (lambda: om.add_rms_norm(x, x, out_dtype=torch.int32), "out_dtype must be a floating dtype of torch or None; got torch.int32."),
+    (lambda: om.add_rms_norm(x, x, out_dtype="bf16"), "out_dtype must be torch's fp32, bf16, fp16 or fp64 or None; got 'bf16'."),
+    (lambda: om.add_rms_norm(x, x, out_dtype=torch.int32), "out_dtype must be torch's fp32, bf16, fp16 or fp64 or None; got torch.int32."),
+    (lambda: om.add_layer_norm(x, x, out_dtype=torch.float8_e5m2), "torch's fp32, bf16, fp16 or fp64 or None; got torch.float8_e5m2."),
     (lambda: om.linear(x, torch.randn(3, 8), parts=2), "linear: parts must be a pair of whole numbers; got 2. Leave it out for (1, 1)."),
     (lambda: om.linear(x, torch.randn(3, 8), parts=(2,)), "linear: parts must be a pair of whole numbers; got (2,)."),
 ]  # fmt: skip

@@ -29,7 +29,7 @@ def started(monkeypatch):
     """What kernels were started with, in order; operators choose for an H200."""
     seen = []
 
-    def compiled(kernel, grid, args, num_warps, num_stages, constants):
+    def compiled(kernel, grid, args, options, constants):
         names = kernel.arg_names[len(args) :]
         run = lambda *a: seen.append((kernel.fn.__name__, a[:3], a[9:]))  # noqa: E731
         if set(names) == set(constants):
@@ -101,6 +101,7 @@ def watched(monkeypatch, call):
 
 def forms(out):
     found = [out] if isinstance(out, torch.Tensor) else list(out or ())
+    assert not any(t._is_view() for t in found)  # nobody could write into it after autograd has seen it
     return [(t.shape, t.stride() if t.numel() else None, t.dtype) for t in found]
 
 

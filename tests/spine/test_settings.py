@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ops_math as om
-from ops_math import catalog, settings
+from ops_math import catalog, features, settings
 from ops_math.checks import ArgumentError
 from ops_math.schedule.live import LIVE
 
@@ -23,6 +23,50 @@ def run_python(code, **environment):
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": SOURCE, **environment}, capture_output=True, text=True, check=False
     )
     return done.stdout.strip() + done.stderr
+
+
+@pytest.fixture
+def products():
+    """PyTorch's settings of fp32 products are put back."""
+    yield torch.backends
+    torch.set_float32_matmul_precision("highest")
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_pytorchs_newer_settings_of_fp32_products_are_followed_and_stop_no_call(products):
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
+    for setting, mode in (("tf32", "tf32"), ("ieee", "ieee")):
+        products.cuda.matmul.fp32_precision = setting
+        assert settings.fp32_products() == mode
+        for _ in range(3):
+            om.rms_norm(om.linear(x, w)).sum().backward()
+    products.mkldnn.matmul.fp32_precision = "bf16"  # of CPUs alone
+    assert settings.fp32_products() == "ieee"
+    om.attention(*x.view(1, 4, 1, 8).expand(3, 1, 4, 1, 8).unbind()).sum().backward()
+    products.fp32_precision = "tf32"
+    products.cuda.matmul.fp32_precision = "none"
+    assert settings.fp32_products() == "tf32"
+
+
+def test_a_newer_setting_that_contradicts_the_older_wins_as_in_pytorch(products):
+    torch.set_float32_matmul_precision("high")
+    assert settings.fp32_products() == "tf32"
+    products.cuda.matmul.fp32_precision = "ieee"
+    assert settings.fp32_products() == "ieee"
+
+
+@pytest.mark.parametrize("older", ["highest", "high", "medium"])
+def test_settings_of_fp32_products_are_carried_to_another_process(older, products):
+    torch.set_float32_matmul_precision(older)
+    found = features.products()
+    torch.set_float32_matmul_precision("highest")
+    features.set_products(found)
+    assert torch.get_float32_matmul_precision() == older
+    products.cuda.matmul.fp32_precision, products.mkldnn.matmul.fp32_precision = "tf32", "ieee"
+    found = features.products()
+    torch.set_float32_matmul_precision("highest")
+    features.set_products(found)
+    assert (features.products(), settings.fp32_products()) == (found, "tf32")
 
 
 def test_enabled_as_a_context_restores_what_was_before():

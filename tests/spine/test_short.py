@@ -201,8 +201,17 @@ def products(on):
     torch.set_float32_matmul_precision("high" if on else "highest")
 
 
-@pytest.mark.parametrize("switch", [deterministic, products])
+def products_by_backend(on):
+    """PyTorch's newer setting, after which `torch.get_float32_matmul_precision` raises."""
+    if on:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    else:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("switch", [deterministic, products, products_by_backend])
 def test_what_pytorch_is_set_to_is_looked_at_each_time(switch, started, long_way):  # noqa: F811
+    switch(False)
     weight = settled()
     try:
         switch(True)

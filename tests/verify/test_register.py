@@ -230,3 +230,25 @@ def test_a_pickle_of_one_that_is_not_registered_is_refused_in_words(entered):
         UnsupportedError, match=r"^loading your_norm: no operator of this name is registered here\. Call ops_math\.register"
     ):
         pickle.loads(saved)
+
+
+def _answering(supports):
+    return types.SimpleNamespace(run=lambda x: x * 2.0, supports=supports)
+
+
+MISTAKEN = {
+    "supports": (lambda answer: {"op": _answering(lambda problem, device, phase: answer)}, (True, False, 0)),
+    "problem": (lambda answer: {"problem": lambda x: answer}, ([1], {"rows": 1}, ([1],))),
+    "cost": (lambda answer: {"cost": lambda problem, phase: answer}, (None, 12)),
+}
+
+
+@pytest.mark.parametrize(("argument", "answer"), [(name, answer) for name, (_, answers) in MISTAKEN.items() for answer in answers])
+def test_a_function_that_answers_something_else_is_named_with_its_answer(argument, answer):
+    given = {"op": lambda x: x * 2.0, **MISTAKEN[argument][0](answer)}
+    entry = om.register("mistaken", given.pop("op"), reference=lambda x: x * 2.0, verify=False, **given)
+    try:
+        with pytest.raises(om.ArgumentError, match=f"^mistaken: {argument} must be a function that returns .*; got one that returns "):
+            entry(torch.ones(3))
+    finally:
+        om.unregister("mistaken")

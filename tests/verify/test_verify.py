@@ -227,6 +227,21 @@ def test_nothing_judged_is_not_right():
     assert "nothing could be judged" in str(report)
 
 
+@pytest.mark.parametrize("op", [lambda x: x * torch.nan, lambda x: x * 2.0])
+def test_a_reference_that_gives_nan_wherever_there_are_numbers_proves_nothing(op):
+    report = verify(op, reference=lambda x: x * torch.nan, inputs=lambda d, rows=8: (d.normal(rows, 4),), dtypes=("fp32",), faults=())
+    assert not report.ok
+    assert "nothing could be judged" in str(report)
+    assert "the reference gives NaN" in str(report)
+
+
+def test_inputs_that_differ_from_call_to_call_are_refused_and_blame_no_function():
+    with pytest.raises(checks.ArgumentError) as error:
+        verify(torch.sin, reference=torch.sin, inputs=lambda d, rows=8: (torch.randn(rows, 4),), dtypes=("fp32",), faults=())
+    do = "Make them of the draw: d.normal(rows, cols), d.ints(...), or a generator with a seed."
+    assert str(error.value) == f"verify: inputs must be the same each time for one draw; got other numbers in argument 0. {do}"
+
+
 def test_a_biased_rounding_is_found_though_each_element_is_within_one_unit():
     def floor(x):
         return _Floor.apply(x)

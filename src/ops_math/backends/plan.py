@@ -168,8 +168,35 @@ def _written_down(watch: _Watch, starts: Sequence[Any], out: Any, tensors: Tenso
     device = watch.given[0].device
     if any(t.device != device for t in (*watch.given, *watch.made)):
         raise _NotPlannedError("tensors of several devices")
-    buffers = tuple(Buffer(tuple(made.shape), made.stride(), made.dtype) for made in watch.made)
-    return Plan(device, buffers, tuple(_start_of(kept, grid, args, watch, tensors) for kept, grid, args in starts), results, single)
+    buffers = [Buffer(tuple(made.shape), made.stride(), made.dtype) for made in watch.made]
+    results = None if results is None else _shaped(buffers, results)
+    return Plan(device, tuple(buffers), tuple(_start_of(kept, grid, args, watch, tensors) for kept, grid, args in starts), results, single)
+
+
+def _shaped(buffers: list[Buffer], results: tuple[Result, ...]) -> tuple[Result, ...]:
+    """The results; a buffer that is a result in another shape is allocated in that shape, since kernels see addresses alone."""
+    shaped = []
+    for result in results:
+        buffer, alone = buffers[result.buffer], sum(r.buffer == result.buffer for r in results) == 1
+        if result.view is not None and alone:
+            size, stride, place = result.view
+            if place == 0 and _span(size, stride) == _span(buffer.size, buffer.stride):
+                buffers[result.buffer] = Buffer(size, stride, buffer.dtype)
+                result = Result(result.buffer, None)
+        shaped.append(result)
+    return tuple(shaped)
+
+
+def _span(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """How many elements of memory a tensor takes."""
+    return 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+
+
+def on_their_own(out: Any) -> Any:
+    """What a launcher returned, with no tensor a view of another."""
+    if out is None:
+        return None
+    return features.on_its_own(out) if isinstance(out, torch.Tensor) else tuple([features.on_its_own(t) for t in out])
 
 
 def distinct(tensors: Tensors) -> bool:
@@ -239,5 +266,5 @@ def compiled(plan: Plan) -> Callable[[list[Any]], Any]:
 
 def _views(made: list[torch.Tensor], results: tuple[Result, ...] | None, single: bool) -> Any:
     """The results where some are parts of buffers, or an empty tuple where there are none."""
-    found = [made[r.buffer] if r.view is None else made[r.buffer].as_strided(*r.view) for r in results or ()]
+    found = [made[r.buffer] if r.view is None else features.on_its_own(made[r.buffer].as_strided(*r.view)) for r in results or ()]
     return found[0] if single else tuple(found)

@@ -124,7 +124,7 @@ def straight(plan: Plan, tensors: Sequence[torch.Tensor | None], rest: Sequence[
     if plan.device.type == "cuda":
         differs.append(f"device() != {plan.device.index}")
     source.names.update(recording=torch.is_grad_enabled, device=features.current_device, strided=_current_strided, STRIDED=_strided)
-    source.names.update(products=torch.get_float32_matmul_precision, PRODUCTS=torch.get_float32_matmul_precision())
+    source.names.update(products=features.gpu_products, PRODUCTS=features.gpu_products())
     source.add(f"if {' or '.join(differs)}:")
     source.add("    return None")
     addresses = [f"a{n}" for n, t in enumerate(tensors) if t is not None and t.numel()]  # without elements, an address is 0
@@ -202,6 +202,9 @@ def _call(source: _Source, start: Start, arguments: list[str]) -> None:
 def _results(source: _Source, plan: Plan, shared: set[int]) -> None:
     found = []
     for result in plan.results or ():
-        view = "" if result.view is None or result.buffer in shared else f".as_strided{(*result.view,)}"
-        found.append(f"b{result.buffer}{view}")
+        if result.view is None or result.buffer in shared:
+            found.append(f"b{result.buffer}")
+        else:
+            found.append(f"own(b{result.buffer}.as_strided{(*result.view,)})")
+            source.names["own"] = features.on_its_own
     source.add(f"return {found[0]}" if plan.single else f"return ({', '.join([*found, ''])})" if found else "return ()")

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from ops_math import backends, catalog, checks, features, schedule
 from ops_math.schedule.agree import this_device
-from ops_math.spec import DTYPE_OF, Device
+from ops_math.spec import DTYPE_OF, Device, product
 from ops_math.testing.capture import watch
 
 T = torch.Tensor
@@ -94,13 +94,19 @@ USUAL = {
 }  # fmt: skip  # what is explained where no shape is named
 
 
+MOST = 2**56  # elements, so that bytes of tensors that are several times as large count in 64 bits
+
+
 def sizes_of(function: str, shape: str) -> tuple[int, ...]:
     """The numbers of a shape such as `16384x4096`."""
     wanted = CALLS[function][0]
     parts = shape.lower().split("x")
     if len(parts) != wanted.count("x") + 1 or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         checks.fail("explain", "--shape", f"{wanted} for {function}", repr(shape), "Write it like 16384x4096.")
-    return tuple(int(part) for part in parts)
+    sizes = tuple(int(part) for part in parts)
+    if product(sizes) > MOST:
+        checks.fail("explain", "--shape", "of at most 2^56 elements, which is more than any memory has", repr(shape), "Name a smaller one.")
+    return sizes
 
 
 def keywords_of(given: list[str]) -> dict[str, Any]:

@@ -36,8 +36,11 @@ def found(argument: str, path: str) -> Any:
         value = importlib.import_module(module)
         for part in name.split("."):
             value = getattr(value, part)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError) as error:
         checks.fail("verify", argument, "something that can be imported", f"{path!r} ({error})", "Run from its folder, or install it.")
+    except SystemExit as error:  # a script without `if __name__ == "__main__":`
+        do = 'Guard what it runs by `if __name__ == "__main__":`.'
+        checks.fail("verify", argument, "something that can be imported", f"{path!r}, which ends the process (code {error.code})", do)
     return value
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ops_math import checks
+from ops_math import checks, features
 
 
 def adjoining(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -22,7 +22,7 @@ def adjoining(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         [sum of N_i, ...], detached, sharing memory with all of them.
     """
     first = tensors[0]
-    if torch.compiler.is_compiling() or first.is_meta:  # no addresses there
+    if torch.compiler.is_compiling() or first.is_meta or features.transform(tensors):  # no addresses there
         return None
     shape, rows, place = first.shape[1:], 0, first.data_ptr()
     for t in tensors:

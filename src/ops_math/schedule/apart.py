@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ops_math import features
 from ops_math.schedule.measure import Limits
 from ops_math.schedule.record import Measurement, Record, from_row, to_row
 from ops_math.schedule.trial import NotMeasuredError
@@ -80,7 +81,7 @@ class Apart:
             "known": [to_row(m) for m in record.exact.values() if (m.op, m.phase) == (op, phase)],
             "left_out": left_out,
             "threads": torch.get_num_threads(),
-            "precision": torch.get_float32_matmul_precision(),
+            "precision": features.products(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
         while len(left_out) <= MOST_LEFT_OUT:

@@ -27,7 +27,7 @@ class Size:
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Ceilings of one device, in about a second.
 
-    The copy counts bytes read and written, as `Cost.bytes` does. fp32 products multiply as `torch.set_float32_matmul_precision` says.
+    The copy counts bytes read and written, as `Cost.bytes` does. fp32 products multiply as PyTorch is set.
 
     Raises: torch.OutOfMemoryError where 2 GiB are not free on a GPU (0.25 GiB on a CPU).
     """

@@ -7,7 +7,7 @@ very machine by this very software: they hold for one problem exactly, and for p
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from importlib import resources
@@ -188,7 +188,7 @@ def from_row(row: Any) -> Measurement:
     if (
         not isinstance(row["ties"], list | tuple)
         or row["winner"] not in row["times_us"]
-        or any(t not in row["times_us"] for t in row["ties"])
+        or any(not isinstance(t, str) or t not in row["times_us"] for t in row["ties"])
     ):
         raise ValueError("the winner, or what ties with it, was not timed")
     best = min(row["times_us"].values())
@@ -198,9 +198,13 @@ def from_row(row: Any) -> Measurement:
 
 
 def _check_numbers(numbers: Any, name: str, above_zero: bool) -> None:
-    fine = isinstance(numbers, dict) and all(isinstance(k, str) and isinstance(n, int | float) for k, n in numbers.items())
-    if not fine or any(isinstance(n, bool) or not math.isfinite(n) or n < 0 or (above_zero and n == 0) for n in numbers.values()):
+    if not isinstance(numbers, dict) or not all(isinstance(k, str) and counts(n) and (n or not above_zero) for k, n in numbers.items()):
         raise ValueError(f"`{name}` does not hold finite numbers from zero on")
+
+
+def counts(n: Any) -> bool:
+    """Whether it is a finite number from zero on; a whole number in a file may have hundreds of digits, which no float has."""
+    return isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n <= sys.float_info.max
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,6 @@ sees an old file or a new one. What cannot be understood is set aside under the 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import warnings
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ops_math import files, settings
 from ops_math.schedule.identity import Identity
-from ops_math.schedule.record import Ceilings, Measurement, from_row, to_row
+from ops_math.schedule.record import Ceilings, Measurement, counts, from_row, to_row
 
 FORMAT = 1
 MOST_MEASUREMENTS = 4096  # in one file; the oldest go first
@@ -99,10 +98,7 @@ def _ceilings(found: Any, wrong: list[str]) -> Ceilings | None:
     if found is None:
         return None
     numbers = found.values() if isinstance(found, dict) and set(found) == set(Ceilings._fields) else [None]
-    if (
-        all(isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) and n >= 0 for n in numbers)
-        and found["bandwidth_gbs"]
-    ):
+    if all(map(counts, numbers)) and found["bandwidth_gbs"]:
         return Ceilings(**found)
     wrong.append("the ceilings are not finite numbers")
     return None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ops_math import settings
+from ops_math import features, settings
 from ops_math.schedule.apart import STARTED
 from ops_math.schedule.collect import laid_out_like
 from ops_math.schedule.live import LIVE
@@ -26,7 +26,7 @@ from ops_math.settings import Policy
 def answer(request: dict[str, Any], say: Any) -> dict[str, Any]:
     """Measure one call under the circumstances of the parent."""
     torch.set_num_threads(request["threads"])
-    torch.set_float32_matmul_precision(request["precision"])
+    features.set_products(request["precision"])
     torch.use_deterministic_algorithms(request["deterministic"])
     settings.STATE.policy = policy = Policy(*request["policy"])
     device = torch.device(request["device"])

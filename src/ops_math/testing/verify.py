@@ -57,6 +57,7 @@ class _Session:
         self.refused: dict[str, None] = {}
         self.skipped: dict[str, None] = {}
         self.judges: dict[str, list[tuple[Posed, CallJudge]]] = {}
+        self.numbers = False  # whether any result had elements: without one nothing was shown
 
     def judge(self, one: Posed, dtype: str) -> CallJudge | None:
         """The judge of a case, or None where there is nothing to judge: then what the function or its reference said is noted."""
@@ -186,6 +187,7 @@ def verify(
             checks.fail("verify", argument, "a function of the inputs", type(value).__name__, "Pass what computes it.")
     made = families(inputs, frozen)
     _check_frozen(frozen, made, device)
+    _check_repeats(made, device)
     session = _Session(Subject(op, reference, yardstick, name or _name_of(op)), device)
     own = ", ".join(n for n, p in op.named_parameters() if p.requires_grad) if isinstance(op, torch.nn.Module) else ""
     if own:
@@ -202,7 +204,7 @@ def verify(
                 _one_family(session, posed(family, tempers), dtype, every, plain)
     caught, alive = _plant(session, dtypes, faults, say) if not session.seen else ({}, [])
     findings = session.findings(8)
-    tried, margins = tuple(session.tried.items()), in_order(session.margins)
+    tried, margins = tuple(session.tried.items()) if session.numbers else (), in_order(session.margins)
     refused, skipped = tuple(session.refused), tuple(session.skipped)
     return Report(
         session.subject.name, "", device, tuple(dtypes), tried, margins, findings, tuple(caught.items()), tuple(alive), refused, skipped
@@ -237,6 +239,21 @@ def _check_frozen(frozen: Sequence[int | str], made: Sequence[Family], device: s
             checks.fail("verify", "frozen", "positions and keywords of arguments", repr(key), has)
 
 
+def _check_repeats(made: Sequence[Family], device: str) -> None:
+    """One draw must give the same inputs each time: a function and its reference are called on inputs that are made anew."""
+    for family in made:
+        try:
+            first, second = (as_call(family.case({}).case.make(Draw(1, family.dtypes[0], device))) for _ in range(2))
+        except (*CRASHES, *REFUSALS):  # told later
+            continue
+        items: list[tuple[Any, Any]] = [*enumerate(first.args), *first.kwargs.items()]
+        for key, value in items:
+            again = second.args[key] if isinstance(key, int) else second.kwargs[key]
+            if isinstance(value, torch.Tensor) and not (value.shape == again.shape and bool(((value == again) | (value != value)).all())):
+                do = "Make them of the draw: d.normal(rows, cols), d.ints(...), or a generator with a seed."
+                checks.fail("verify", "inputs", "the same each time for one draw", f"other numbers in argument {key!r}", do)
+
+
 def _name_of(op: Callable[..., Any]) -> str:
     name = getattr(op, "__name__", type(op).__name__)
     return "the function" if name == "<lambda>" else name
@@ -247,6 +264,7 @@ def _one_family(session: _Session, cases: list[Posed], dtype: str, every: dict[s
         judge = session.judge(one, dtype)
         if judge is None:
             continue
+        session.numbers |= any(t.numel() for t in judge.oracles[1].outputs)
         if len(judge.first.outputs) != len(judge.oracles[1].outputs):  # there is nothing to hold one to the other
             session.ask(judge, one, dtype, "form", OF_PLAIN_CASES["form"])
             session.ask(judge, one, dtype, "values", OF_EVERY_CASE["values"])

@@ -97,7 +97,7 @@ def _why_not(module: nn.Module) -> str:
     """Why a module whose class is known must not be changed, or nothing."""
     if chain.adopted(module):
         return "it is adopted already"
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and not chain.bare(module):
         return "a forward of its own is set on the instance"
     forward: Any = type(module).forward
     if f"{forward.__module__}.{forward.__qualname__}" != f"{class_name(module)}.forward":

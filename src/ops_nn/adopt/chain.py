@@ -19,6 +19,12 @@ def adopted(module: nn.Module) -> bool:
     return isinstance(forward, MethodType) and getattr(forward.__func__, "__module__", "").startswith("ops_nn.adopt.")
 
 
+def bare(module: nn.Module) -> bool:
+    """Whether the forward that is set on the module is its class's own: what is left of an adoption in a model that was pickled."""
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward
+
+
 def observed(module: nn.Module) -> bool:
     """Whether somebody's hook, on the module or on all modules, would see its inputs or outputs."""
     if any(getattr(nn.modules.module, f"_global{name}") for name in _HOOKS):

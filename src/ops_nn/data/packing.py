@@ -125,7 +125,7 @@ def _documents(name: str, given: Any, lengths: Tensor | None) -> list[Tensor]:
         counts = _integers("lengths", lengths).tolist()
         if counts and not 0 <= min(counts) <= max(counts) <= given.shape[1]:
             fail(_WHAT, "lengths", f"in [0, {given.shape[1]}]", f"{min(counts)} to {max(counts)}", "Pass mask.sum(1).")
-        rows = _integers(name, given).cpu()
+        rows = _integers(name, given).cpu().long()
         return [rows[i, :n] for i, n in enumerate(counts)]
     if lengths is not None:
         fail(_WHAT, "lengths", f"None unless {name} is a batch [B, S]", "a tensor", "Leave it out.")
@@ -137,7 +137,7 @@ def _documents(name: str, given: Any, lengths: Tensor | None) -> list[Tensor]:
     if not found:
         got = f"shape {list(given.shape)}" if isinstance(given, Tensor) else f"{type(given).__name__} of none"
         fail(_WHAT, name, "a list of tensors [tokens], or a batch [B, S]", got, "Pass one tensor of token ids for each document.")
-    return [one.cpu() for one in found]
+    return [one.cpu().long() for one in found]  # PyTorch joins no uint16, in which files of tokens are written, with int64
 
 
 def _integers(name: str, t: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def surroundings(device: torch.device) -> dict[str, str]:
     """What else was live: shown once a run."""
     found = {name: version(distribution) or "not installed" for name, distribution in DISTRIBUTIONS.items()}
     found |= {name: version(name) or "not installed" for name in CUTE}
-    found |= {"PyTorch's CuTe kernels": cute(), "fp32 products": torch.get_float32_matmul_precision()}
+    found |= {"PyTorch's CuTe kernels": cute(), "fp32 products": settings.fp32_products()}
     if device.type == "cuda":
         found["clocks (SM, most, memory), power, driver"] = clocks(device)
     return found | settings.environment(TELLING)

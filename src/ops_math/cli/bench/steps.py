@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ops_math import checks
+from ops_math import checks, features
 from ops_math.cli.bench import floor
 from ops_math.cli.bench.clock import clock_for, turns
 from ops_math.cli.bench.contenders import ADAMW, COMPILE, GRAPHED, LIGER, OURS, PACKED, PLAIN, Runner, Setup, variant_of
@@ -117,12 +117,12 @@ def gradients(name: str, variant: str, setup: Setup, device: str) -> dict[str, t
 
 def compare_gradients(name: str, setup: Setup, device: str) -> dict[str, Any]:
     """The largest ratio over parameters of our gradient error to plain PyTorch's, both against fp32."""
-    before = torch.get_float32_matmul_precision()
+    before = features.products()
     torch.set_float32_matmul_precision("highest")
     exact = gradients(name, PLAIN, setup._replace(dtype=torch.float32, autocast=False), device)
     plain = gradients(name, PLAIN, setup, device)
     ours = gradients(name, OURS, setup, device)
-    torch.set_float32_matmul_precision(before)
+    features.set_products(before)
     assert exact.keys() == plain.keys() == ours.keys()
     ratios = {}
     for n, r in exact.items():

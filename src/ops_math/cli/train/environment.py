@@ -42,7 +42,7 @@ def describe(config: TrainConfig) -> dict[str, str]:
         "Triton": distribution("triton") or "not installed",
         "Python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "fp32 matrix products": torch.get_float32_matmul_precision(),
+        "fp32 matrix products": settings.fp32_products(),
         "deterministic algorithms": "on" if torch.are_deterministic_algorithms_enabled() else "off",
     }
     if config.torch_device.type == "cuda":
