@@ -63,7 +63,8 @@ def _prepare_once(interpreter: Any) -> None:
     """Replace the language's functions at the start of a launch, and for its device functions only where they see other modules of it."""
     import triton.language as tl
 
-    start, patch, done = interpreter.GridExecutor.__call__, interpreter._patch_lang, set[frozenset[str]]()
+    start, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    done: set[frozenset[str]] = set()
 
     def index(self: Any) -> int:
         return int(self.handle.data.squeeze())
