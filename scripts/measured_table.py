@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
-STEPS, NORMS, ATTENTION = "h200.jsonl", "h200_norms_2026-11-30.txt", "h200_attention_2026-11-29.txt"
+STEPS, NORMS, ATTENTION = "h200.jsonl", "h200_norms_2026-11-30c.txt", "h200_attention_2026-11-29.txt"
 
 
 class Model(NamedTuple):

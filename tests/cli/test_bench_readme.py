@@ -48,7 +48,7 @@ def test_figures_of_two_runs_are_never_put_side_by_side():
     assert measured_table.together(rows, "m") == [rows[0], rows[2]]
 
 
-@pytest.mark.parametrize("name", ["h200_norms_2026-11-30.txt", "h200_attention_2026-11-29.txt"])
+@pytest.mark.parametrize("name", ["h200_norms_2026-11-30c.txt", "h200_attention_2026-11-29.txt"])
 def test_a_sweep_without_its_figures_is_an_error_and_no_empty_cell(name):
     with pytest.raises(measured_table.MissingResultError):
         measured_table.table(lambda asked: results(asked)[: 1 if asked == name else None])

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from ops_math import catalog
-from ops_math.backends import NAMED
-from ops_math.testing.crosscompile import compile_case
+from ops_math.backends import NAMED, null
+from ops_math.spec import Case
+from ops_math.testing.capture import like_on
+from ops_math.testing.crosscompile import calls_of, compile_case
 
 triton = pytest.importorskip("triton", reason="missing capability: Triton")
 DEVICES = ("a100", "h100", "b200", "mi300x")
@@ -53,3 +55,27 @@ def test_every_kernel_compiles_within_the_device_without_spills(name, device):
         assert kernel.resources.spilled <= ALLOWED_SPILLS.get(name, 0), kernel
         assert kernel.resources.registers <= (512 if NAMED[device].kind == "hip" else 255), kernel
         assert kernel.resources.shared <= NAMED[device].shared_bytes, kernel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "cols"), [("layer_norm", 8192), ("layer_norm", 5120), ("layer_norm", 16384), ("rms_norm", 8192)])
+@pytest.mark.parametrize("device", ["h100", "b200"])
+def test_a_limit_of_registers_is_kept_and_comes_first_where_nothing_spills(name, cols, device):
+    operator = catalog.operators()[name]
+    kernels = next(i for i in operator.implementations() if i.name == "triton_gpu").module
+    case = Case(f"[64, {cols}]", name, operator.file("problem")._norm(64, cols))
+    (forward, *_) = calls_of(operator, case, "bf16")
+    phase = operator.phases["fwd"]
+    problem, facts = phase.problem_of(*forward.args), NAMED[device]
+    tensors = [like_on(t, "meta") for t in forward.args[: phase.num_tensors]]
+    offered = kernels.configs(problem, facts, "fwd")
+    limited = next(c for c in offered if c.registers)
+    taken = {}
+    for config in (limited, limited._replace(registers=0)):
+        with null.pretend(facts) as compiled:
+            kernels.launch_fwd(problem, config, *tensors)
+            (found,) = [null.resources(kernel) for _, kernel in compiled]
+            compiled.clear()
+        assert found.spilled == 0 or (config is limited and config is not offered[0]), found
+        taken[config.registers] = found.registers
+    assert taken[limited.registers] <= limited.registers < taken[0]

@@ -373,14 +373,14 @@ class CudaLauncher:
     ],
 )
 def test_tritons_launcher_is_passed_by_where_its_version_is_known(version, after_stream, together, monkeypatch):
-    monkeypatch.setattr(launching, "_triton_version", lambda: version)
+    monkeypatch.setattr("triton.__version__", version)
     launcher = CudaLauncher()
     assert launching.innermost(launching.Kept(launcher, 1, 2, ())) == (launcher.launch, after_stream, together)
 
 
 @pytest.mark.parametrize("change", ["version", "scratch", "profile", "gsan", "kind"])
 def test_tritons_launcher_is_called_where_it_does_more(change, monkeypatch):
-    monkeypatch.setattr(launching, "_triton_version", lambda: "3.7.0" if change == "version" else "3.6.0")
+    monkeypatch.setattr("triton.__version__", "3.7.0" if change == "version" else "3.6.0")
     launcher = print if change == "kind" else CudaLauncher()
     if change in ("scratch", "profile"):
         setattr(launcher, {"scratch": "global_scratch_size", "profile": "profile_scratch_size"}[change], 128)

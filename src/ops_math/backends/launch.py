@@ -93,7 +93,7 @@ def innermost(kept: Kept) -> tuple[Any, tuple[Any, ...], bool]:
     run = kept.run
     usual = kept.function, kept.metadata, None, None, None
     scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
-    version = ".".join(_triton_version().split(".")[:2])
+    version = triton_minor()
     if type(run).__name__ != "CudaLauncher" or scratch or getattr(run, "gsan_enabled", False) or version not in ("3.6", "3.9"):
         return run, usual, False
     start = kept.function, run.launch_cooperative_grid, run.launch_pdl
@@ -102,10 +102,11 @@ def innermost(kept: Kept) -> tuple[Any, tuple[Any, ...], bool]:
     return run.launch, (*start, *usual[1:], None, None, run.arg_annotations, run.kernel_signature), True
 
 
-def _triton_version() -> str:
+def triton_minor() -> str:
+    """Triton's version without its last number: what its compiler makes of a kernel, and what its launcher takes, go with it."""
     import triton
 
-    return str(triton.__version__)
+    return ".".join(str(triton.__version__).split(".")[:2])
 
 
 def _described(a: Any) -> tuple[Any, ...] | None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 import triton
 import triton.language as tl
 
+from ops_math.backends import launch as launching
 from ops_math.layout import alignment
 from ops_math.spec import Device
 
@@ -51,13 +52,23 @@ def limits_known(cols: int, device: Device) -> bool:
     return device.kind == "cuda" and int(device.arch) >= 90 and alignment(cols) == 16
 
 
+def limits_hold() -> bool:
+    """Whether limits were found, and measured, with this Triton's compiler: with that of 3.9 a thread keeps 24 to 96 bytes on the stack."""
+    return launching.triton_minor() == "3.6"
+
+
 def limited(found: Iterable[C], limits: dict[tuple[int, int], int]) -> Iterator[C]:
-    """Each configuration with the limit of its columns and warps, where there is one, before itself without."""
+    """Each configuration with the limit of its columns and warps, where there is one, before itself without; behind all where nobody knows
+    that limits hold."""
+    late = []
     for config in found:
         limit = limits.get((config.block_n, config.num_warps), 0) if config.num_stages == 1 else 0
-        if limit:
+        if limit and limits_hold():
             yield config._replace(registers=limit)
+        elif limit:
+            late.append(config._replace(registers=limit))
         yield config
+    yield from late
 
 
 @triton.jit

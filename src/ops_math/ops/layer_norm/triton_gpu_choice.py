@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ops_math.layout import alignment
 from ops_math.ops._tiles.ends import held, held_blocks, off_grid, persistent, widths
-from ops_math.ops._tiles.rows import held_whole, limited, limits_known
+from ops_math.ops._tiles.rows import held_whole, limited, limits_hold, limits_known
 from ops_math.ops.layer_norm import triton_gpu_held
 from ops_math.ops.layer_norm.problem import LayerNormProblem
 from ops_math.ops.layer_norm.triton_gpu_config import Config
@@ -120,8 +120,8 @@ def invariant_configs(p: LayerNormProblem, device: Device, phase: str) -> tuple[
         # Fewer warps win where a row's two sums are all there is to do (H200: 3,653 GB/s with 8 warps at 8,192, 2,597 with 16).
         first = 32 if block_n <= 1024 or not p.dropout_p else 16 if block_n <= 4096 else 8
         wishes = tuple(sorted(((2048, 16, 1), (4096, 16, 1), (2048, 32, 1), (2048, 8, 1), (2048, 16, 2)), key=lambda w: w[1] != first))
-        if block_n >= 8192 and _may_be_limited(p, device):
-            wishes = ((2048, 64, 1), *wishes)
+        if block_n >= 8192 and _may_be_limited(p, device):  # without a limit 0.85 of a copy, with half the values a thread 0.86
+            wishes = ((2048, 64, 1), *wishes) if limits_hold() else (*wishes, (2048, 64, 1))
         if block_n < 1024:  # a narrow row is one warp's with 8 values a thread; larger tiles spill on sm_80 and sm_100 (8 bytes)
             wishes = ((1024, 8, 1), *wishes)
     elif p.dropout_p or p.x_bias:
