@@ -1,7 +1,7 @@
 # Every target makes the virtual environment first, and that is a matter of milliseconds once it is there.
 #   make demo          train the same model in plain PyTorch and with ops-math, and open the report
 #   make test          lint, types and all tests that need no GPU
-#   make full          make test and what it only samples: more dtypes, more planted causes
+#   make full          make test and what it only samples: more cases, dtypes, planted causes
 #   make fast          the tests that run before each commit, two minutes on two cores
 #   make gpu           the tests that need a GPU
 #   make lint types docs clean

@@ -29,6 +29,17 @@ def every_case_and_dtype() -> list[Any]:
     ]
 
 
+def sampled(cases: list[Any]) -> list[Any]:
+    """Every second case of each operator; the others are for `make full`: for checks of the way into an operator, which cases share."""
+    number: dict[str, int] = {}
+    found = []
+    for one in cases:
+        name = one.values[0]
+        number[name] = number.get(name, -1) + 1
+        found.append(pytest.param(*one.values, id=one.id, marks=pytest.mark.long if number[name] % 2 else ()))
+    return found
+
+
 def first_dtype(case: Case) -> str:
     """The dtype in which dtype-independent checks run."""
     return case.dtypes[0]

@@ -28,11 +28,12 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 @pytest.mark.interpreter
 @pytest.mark.timeout(2400)
+@pytest.mark.parametrize("which", [[], pytest.param(["--every"], marks=pytest.mark.long)], ids=["second", "all"])
 @pytest.mark.parametrize("name", WITH_KERNELS)
-def test_interpreted_kernels_are_within_the_budget_on_every_small_case(name):
+def test_interpreted_kernels_are_within_the_budget_on_every_second_small_case_or_all(name, which):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "ops_math.testing.interpreted", name], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "ops_math.testing.interpreted", name, *which], env=environment, capture_output=True, text=True, check=False
     )
     assert done.stdout, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])

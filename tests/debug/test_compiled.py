@@ -262,7 +262,7 @@ def test_graph_breaks_inside_leave_the_boundary(eager):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="missing capability: a C++ compiler")
-@pytest.mark.parametrize("adopted", [False, True])
+@pytest.mark.parametrize("adopted", [pytest.param(False, marks=pytest.mark.long), True])
 def test_rounding_that_adds_up_through_a_deep_compiled_model_is_no_fault_and_half_a_percent_is(adopted):
     """Twelve layers in Inductor's order of sums are 2.5e-5 apart, which is 25 times what rounding explains of one module."""
     torch.manual_seed(0)
