@@ -7,6 +7,7 @@ import torch
 
 from ops_math import UnsupportedError, catalog
 from ops_math.testing import conformance
+from ops_math.testing.inputs import Draw, as_leaves
 from tests.conformance.cases import CPU_IMPLEMENTATIONS, every_case, every_case_and_dtype, first_dtype, sampled
 
 CASES = every_case()
@@ -65,6 +66,35 @@ def test_no_grad_second_backward_single_gradients_and_repeats_agree(name, case):
 @pytest.mark.parametrize(("name", "case"), sampled(CASES))
 def test_compiled_without_graph_breaks_it_gives_the_same_bits(name, case):
     assert conformance.check_compiled(catalog.operators()[name], case, first_dtype(case)) == []
+
+
+def gradients_of_doubled(operator, case, in_place):
+    """Gradients where results were doubled; a word where autograd refuses, None where no result has a gradient."""
+    call, leaves = as_leaves(case.make(Draw(1, first_dtype(case))), case.frozen, lambda t: t)
+    out = operator.public[case.fn](*call.args, **call.kwargs)
+    outs = [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, torch.Tensor) and o.grad_fn is not None]
+    if not outs:
+        return None
+    try:
+        doubled = [o.mul_(2) if in_place else o * 2 for o in outs]
+        given = [torch.arange(1, o.numel() + 1).reshape(o.shape).sin().to(o.dtype) for o in doubled]
+        return torch.autograd.grad(doubled, list(leaves.values()), given, allow_unused=True)
+    except RuntimeError as error:
+        parts = operator.name == "rope" and "is a view and is being modified inplace" in str(error)  # q, k and v of one packed result
+        if not parts and "modified by an inplace operation" not in str(error):
+            raise
+        return "refused"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_a_result_that_is_written_into_has_its_gradient_or_autograd_refuses(name, case):
+    """Results are tensors of their own, each with its count of writes: what is saved for the backward must be the one that is returned."""
+    operator = catalog.operators()[name]
+    found = gradients_of_doubled(operator, case, in_place=True)
+    if found not in (None, "refused"):
+        want = gradients_of_doubled(operator, case, in_place=False)
+        torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.slow
