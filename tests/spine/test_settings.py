@@ -29,6 +29,7 @@ def run_python(code, **environment):
 def products():
     """PyTorch's settings of fp32 products are put back."""
     yield torch.backends
+    torch.backends.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
     assert torch.get_float32_matmul_precision() == "highest"
 

@@ -6,7 +6,7 @@ stream with a bf16 copy of y, as under autocast), softmax, dropout; wide for 28,
 bert-large instead of the usual ones. All by default. --odd takes widths that are no multiple of 16 and one that is wide, with Liger's
 kernels beside where they are installed, fewer repeats and configurations, and the best in a line at the end of each phase. --far takes
 what is farthest from a copy, all configurations of the phases in question, without rivals; 90 s. --limits takes rows that lie in
-registers whole, of which the forward can be given fewer; 40 s.
+registers whole, of which the forward can be given fewer; 25 s.
 
 Time is kernel time from the profiler: the device time of all that a call launches, gaps left out. GB/s counts each input read once and
 each output written once. `share` is the time of `copy_` of as many bytes over ours. `error` is the largest l2 error of an output

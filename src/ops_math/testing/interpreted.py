@@ -32,7 +32,7 @@ def main(names: list[str]) -> int:
     dtypes = ("fp32", "bf16", "fp16")
     broken, ran, skipped = [], [], []
     step = 1 if "--every" in names else 2
-    for name in [name for name in names if name != "--every"] or list(catalog.operators()):
+    for name in [n for n in names if n != "--every"] or list(catalog.operators()):
         operator = catalog.operators()[name]
         for number, case in enumerate([case for case in operator.file("problem").CASES if case.small][::step]):
             for dtype in dtypes:

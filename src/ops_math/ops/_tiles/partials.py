@@ -12,7 +12,7 @@ def tile_of_sum(cols: int) -> tuple[int, dict[str, int]]:
     """Programs of the sum of [P, cols], and their tile: narrow where there would be fewer programs than cores.
 
     H200, microseconds beside 128 x 32: 1,056 partials of 1,024 columns 3.0 and 6.0, 528 of them 2.1 and 3.7, 528 of 4,096 columns 3.2 and
-    4.0; of 8,192 columns no tile gained more than 4 %.
+    4.0; from 8,192 columns on no tile gained more than 0.6 (64 x 16).
     """
     block_m, block_n = (256, 8) if cols <= 2048 else (256, 16) if cols <= 4096 else (128, 32)
     return cdiv(cols, block_n), {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 8}
